@@ -28,17 +28,11 @@ def test_a_worked_solution_by_hand(task, text):
 # ---- Rewards -----------------------------------------------------------------------------------------------
 
 
-def both_forms(text):
-    """A text as a completion, and as a list of messages."""
-    return [text, [{"role": "assistant", "content": text}]]
-
-
 def rate(name, text, **columns):
-    """The reward of one text, the same in both forms."""
+    """The reward of one text, which is the same if it is a list of messages."""
+    completions = [text, [{"role": "assistant", "content": text}]]
     columns = {column: [value, value] for column, value in columns.items()}
-    first, second = REWARDS[name](
-        completions=both_forms(text), prompts=["", ""], trainer_state=None, **columns
-    )
+    first, second = REWARDS[name](completions=completions, prompts=["", ""], trainer_state=None, **columns)
     assert isinstance(first, float) and first == second
     return first
 
@@ -46,16 +40,14 @@ def rate(name, text, **columns):
 @pytest.mark.parametrize(
     "text, answer",
     [
-        ("7+5=12 carry 1\n<answer>432</answer>", "432"),
         ("<answer> 432 </answer> done", "432"),
         ("<answer>1</answer> no: <answer>432</answer>", "432"),
-        ("<answer>72</answer>", "72.00"),
         ("<answer>$1,234.50.</answer>", "1234.5"),
         (r"so it is \boxed{72}.", "72"),
         (r"\boxed{1} or \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-        (r"\boxed{\boxed{72}}", "72"),
         (r"\boxed{72} and \boxed{3", "72"),  # the second one is not closed
         (r"\boxed{1} <answer>72</answer>", "72"),
+        (r"<answer>There are 6 rows of 12, so \boxed{72}.</answer>", "72"),
         ("6 * 12 = 72\n#### 72", "72"),
         ("<answer>72</answer>", "6 * 12 = <<6*12=72>>72\n#### 72"),
     ],
@@ -67,12 +59,11 @@ def test_a_right_answer(text, answer):
 @pytest.mark.parametrize(
     "text, answer",
     [
-        ("", "432"),
         ("432", "432"),  # no final answer
         ("<answer>432", "432"),
-        ("<answer></answer>", ""),
         ("<answer>432</answer> no: <answer>1</answer>", "432"),
         (r"\boxed{432} <answer>1</answer>", "432"),
+        (r"<answer>There are 6 rows of 12, so \boxed{72}.</answer>", "12"),
         ("<answer>4,32</answer>", "432"),
         ("<answer>72</answer>", "72 apples and 5 pears\n#### 5"),
     ],
@@ -94,37 +85,29 @@ def in_all_places(inside):
         (r"72 \text{ clips}", "72"),
         ("72cm", "72"),
         ("$72/hour", "72"),
-        (r"5\text{ cm}^2", "5"),
         ("5 cm\N{SUPERSCRIPT TWO}", "5"),
-        ("US$72", "72"),
         ("\N{EURO SIGN}72", "72"),
         (r"72\%", "72"),
         (r"72^\circ", "72"),
-        ("72", "72 clips"),
         ("x = 72", "72"),
         ("The answer is 72.", "72"),
         (r"\approx 3.14", "3.14"),
-        ("about 3.14", "3.14"),
         # LaTeX and Markdown
         (r"\textbf{\text{72}}", "72"),
         (r"\boxed{\boxed{72}}", "72"),
         (r"\left(72\right)", "72"),
-        ("**72**", "72"),
         # digits in groups
         ("1{,}234", "1234"),
         (r"1,\!234,\!567", "1234567"),
-        (r"1\,234", "1234"),
         ("1 234 567.5", "1234567.5"),
         # fractions
         (r"\dfrac{3}{4}", "0.75"),
         (r"\frac34", "3/4"),
-        (r"-\frac{3}{4}", "-3/4"),
         (r"1\frac{1}{2}", "1.5"),
         ("1 1/2 cups", "3/2"),
         ("1\N{VULGAR FRACTION ONE HALF}", "3/2"),
         # signs and digits of Unicode
         ("\N{MINUS SIGN}5", "-5"),
-        ("- $5", "-5"),
         ("\N{FULLWIDTH DIGIT SEVEN}\N{FULLWIDTH DIGIT TWO}", "72"),
         ("\N{ZERO WIDTH SPACE}72", "72"),
         # decimals and powers of ten
@@ -134,7 +117,6 @@ def in_all_places(inside):
         ("10^{3}", "1000"),
         # texts
         (r"\textbf{(C)}", "C"),
-        (r"\dfrac{x}{2}", r"\frac{x}{2}"),
         (r"x^{2}+1", "x^2 + 1"),
     ],
 )
@@ -148,58 +130,40 @@ def test_a_right_answer_in_another_format(inside, answer):
     [
         # more than one number
         ("72 or 73", ["72", "73"]),
-        ("72 of 100", ["72", "100", "0.72"]),
         ("3-4", ["3", "4", "-4"]),
-        ("x=3, y=4", ["3", "4"]),
         ("x or y = 3", ["3"]),
         ("(3, 4)", ["3", "4", "34"]),
         ("(1,234)", ["1234"]),
-        ("1/2/3", ["1/2", "1/6"]),
         # spaces and commas in other places
         ("7 2", ["72", "7", "2"]),
-        ("5 000 00", ["500000"]),
         ("1,23", ["123", "1", "23", "1.23"]),
         (r"3 \quad 400", ["3400"]),
         # another number
         (r"1\frac{1}{2}", ["11/2", "1/2"]),
         (r"\frac{3}{0}", ["3", "0", "30"]),
         ("-5", ["5"]),
-        (r"\pm 5", ["5", "-5"]),
         ("72%", ["0.72"]),
         ("5^{2}", ["5", "52"]),
         ("10^{10^{10}}", ["10", "1e100"]),
         # not the number alone
         ("72x", ["72"]),
-        (r"72\pi", ["72"]),
         (r"\sqrt{72}", ["72"]),
-        ("72 + 1", ["72", "73"]),
         ("2x = 72", ["72", "36"]),
-        ("x^2 = 4", ["4", "2"]),
         (r"\geq 72", ["72"]),
         ("72 thousand", ["72"]),
-        ("AZYUK72", ["72"]),
         ("0.72...", ["0.72"]),
         ("not 72", ["72"]),
-        ("72 is wrong", ["72"]),
         # contradictions
         ("72 km", ["72 m", "73 km"]),
         ("x = 72", ["y = 72"]),
         # texts
         (r"\sqrt{2+x}", [r"\sqrt{2}+x"]),
-        (r"\frac{x+1}{2}", ["x+1/2"]),
     ],
 )
 def test_a_wrong_answer_in_a_similar_format(inside, answers):
     for text in in_all_places(inside):
         for answer in answers:
             assert rate("correct", text, answer=answer) == 0.0
-
-
-def test_a_box_in_the_tags_is_the_answer():
-    text = r"<answer>There are 6 rows of 12, so \boxed{72}.</answer>"
-    assert rate("correct", text, answer="72") == 1.0
-    assert rate("correct", text, answer="12") == 0.0
-    assert rate("correct", r"<answer>5</answer> \boxed{72}", answer="72") == 0.0
 
 
 PIECES = r"72 1/2 1,234 10^ . , - + = : ^ _ * / ( ) { } [ ] \ ~ $ % e x is or clips cm #### </answer>".split()
@@ -218,33 +182,19 @@ def test_no_text_raises_and_the_comparison_is_symmetric(text, other):
 
 
 @pytest.mark.parametrize(
-    "text, reward",
+    "name, text, reward",
     [
-        ("7+5=12\n<answer>12</answer>", 1.0),
-        ("<answer>-1,200.5</answer>\n", 1.0),
-        ("<answer> 7 </answer>", 1.0),  # whatever was asked
-        ("<answer></answer>", 0.0),
-        ("<answer>7 clips</answer>", 0.0),
-        ("<answer>7</answer><answer>7</answer>", 0.0),
+        ("well_formed", "7+5=12\n<answer>12</answer>\n", 1.0),
+        ("well_formed", "<answer>7 clips</answer>", 0.0),
+        ("well_formed", "<answer>7</answer><answer>7</answer>", 0.0),
+        ("shows_work", "7+5=12 carry 1\n4+8+1=13 carry 1\n3+1=4\n<answer>432</answer>", 0.75),
+        ("shows_work", "1=2\n3=4\n5=6\n7=8\n9=9", 1.0),  # right or wrong, and more than four earn no more
+        ("shows_work", "1=1\n1=1\n1=1", 0.25),  # the same line counts once
+        ("shows_work", "<answer>432</answer>", 0.0),
     ],
 )
-def test_the_form_of_an_answer(text, reward):
-    assert rate("well_formed", text) == reward
-
-
-@pytest.mark.parametrize(
-    "text, reward",
-    [
-        ("7+5=12 carry 1\n4+8+1=13 carry 1\n3+1=4\n<answer>432</answer>", 0.75),
-        ("1=2\n3=4\n5=6\n7=8\n9=9", 1.0),  # none needs to be right, and more than four earn no more
-        ("1=1\n1=1\n1=1", 0.25),  # the same line counts once
-        ("1=2=3", 0.25),
-        ("<answer>432</answer>", 0.0),
-        ("", 0.0),
-    ],
-)
-def test_the_look_of_a_worked_solution(text, reward):
-    assert rate("shows_work", text) == reward
+def test_rewards_for_the_form(name, text, reward):
+    assert rate(name, text) == reward
 
 
 @pytest.mark.parametrize(
@@ -254,11 +204,9 @@ def test_the_look_of_a_worked_solution(text, reward):
         ("8/(3-8/3)", [3, 3, 8, 8], 24, 1.0),  # exact only with fractions
         ("-3+5", [5, 3], 2, 1.0),
         ("3*3", [1, 2, 3], 9, 0.0),  # not all numbers
-        ("1+2+3+3", [1, 2, 3], 9, 0.0),  # one of them twice
         ("1+2*3 = 7", [1, 2, 3], 7, 0.0),
         ("3**2+1", [1, 2, 3], 10, 0.0),
         ("1/0", [1, 0], 0, 0.0),
-        ("3.0*2", [3, 2], 6, 0.0),
         ("03+2", [3, 2], 5, 0.0),
     ],
 )
@@ -268,17 +216,13 @@ def test_countdown(equation, nums, target, reward):
 
 HOSTILE = [
     "1/0",
-    "9" * 100_000,
     "1" + ",111" * 50_000,
     "(" * 10_000 + "1" + ")" * 10_000,
-    "\x00",
     "{" * 100_000,
     r"\boxed{" * 50_000 + "}" * 50_000,
     "<answer>" * 50_000,
     "#### " * 50_000,
-    "10^{10^{10}}",
     "432e999999999",
-    "{" * 10_000 + "432" + "}" * 10_000,
     "1 000 " * 33 + "x",
     "5 a^2" + "a^2" * 64 + "!",
     "\N{VULGAR FRACTION ONE HALF}" * 200,

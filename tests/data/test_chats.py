@@ -1,15 +1,17 @@
 """Chats: lists of messages, written by the chat templates of real models, in all scripts that take them."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tokenizers
-import torch
 import transformers
-from conftest import GROUPS, ROOT, byte_level_tokenizer
+from conftest import GROUPS, byte_level_tokenizer, module_with, random_lm, save
 from run_tools import reward_file, rows_of, spy, write_rows
 
 pytest_plugins = ["run_fixtures"]
+sft_py = module_with("load_documents")
+NO_STOP_TOKENS = SimpleNamespace(generation_config=transformers.GenerationConfig())
 TEMPLATES = Path(__file__).parent / "templates"
 
 # family -> special tokens: BOS (None: none), EOS, pad, others; and what ends a turn
@@ -66,39 +68,17 @@ def family(request):
     return request.param
 
 
-@pytest.fixture(scope="session")
-def chat_lm(tmp_path_factory):
-    """chat_lm(family): the folder of a tiny model with this chat template. Its stop tokens are a list."""
-    folders = {}
-
-    def build(family):
-        if family not in folders:
-            tokenizer = build_tokenizer(family)
-            torch.manual_seed(0)
-            config = transformers.LlamaConfig(
-                vocab_size=len(tokenizer),
-                hidden_size=16,
-                intermediate_size=32,
-                num_hidden_layers=1,
-                num_attention_heads=2,
-                max_position_embeddings=256,
-            )
-            model = transformers.LlamaForCausalLM(config)
-            end_of_turn = tokenizer.convert_tokens_to_ids(FAMILIES[family][4])
-            # With 40 of 300 tokens as stop tokens, random weights stop now and then.
-            stops = {end_of_turn, tokenizer.eos_token_id, *range(40, 80)}
-            model.generation_config.eos_token_id = sorted(stops)
-            folders[family] = tmp_path_factory.mktemp(family)
-            model.save_pretrained(folders[family])
-            tokenizer.save_pretrained(folders[family])
-        return str(folders[family])
-
-    return build
+def chat_lm(family, folder, stop_ids):
+    """The folder of a tiny model with this chat template and these stop tokens."""
+    tokenizer = build_tokenizer(family)
+    model = random_lm("llama", tokenizer, seed=0)
+    model.generation_config.eos_token_id = stop_ids
+    return save(model, tokenizer, folder)
 
 
-def documents_of(script, tokenizer, *rows, **flags):
+def documents_of(tokenizer, *rows, **flags):
     """What sft.py learns from these rows. -> list of (ids, labels)"""
-    documents, _ = script.load_documents(rows, tokenizer, script.Args(max_length=256, **flags))
+    documents, _ = sft_py.load_documents(rows, tokenizer, sft_py.Args(max_length=256, **flags))
     return [(list(ids), list(labels)) for ids, labels in documents]
 
 
@@ -117,12 +97,12 @@ def learned(tokenizer, labels):
 # ---- sft.py ------------------------------------------------------------------------------------------------
 
 
-def test_what_is_learned_of_a_chat(scripts, family):
+def test_what_is_learned_of_a_chat(family):
     """The tokens are the template's, with one BOS. Labels are on the assistant's turns and their ends."""
     tokenizer = build_tokenizer(family)
     bos, _, _, _, end = FAMILIES[family]
     messages = chat(*TURNS)
-    [(ids, labels)] = documents_of(scripts["sft"], tokenizer, {"messages": messages})
+    [(ids, labels)] = documents_of(tokenizer, {"messages": messages})
     assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False)
     if bos is not None:
         assert ids.count(tokenizer.bos_token_id) == 1 and ids[0] == tokenizer.bos_token_id
@@ -133,90 +113,72 @@ def test_what_is_learned_of_a_chat(scripts, family):
     assert all(label in (-100, token) for token, label in zip(ids, labels))
 
 
-THOUGHT = "<think>\nEasy.\n</think>\n\n"
-CONVERSATIONS = {  # name -> family, turns, what is learned
-    "a system message": ("llama3", [("system", "Be brief."), *TURNS[:2]], ["It is 5.<|eot_id|>"]),
-    # Qwen3 drops the thoughts of a turn once a user's message follows, so that turn is not learned.
-    "thoughts": (
-        "qwen3",
-        [TURNS[0], (ASSISTANT, THOUGHT + "It is 5."), TURNS[2], (ASSISTANT, THOUGHT + "That is 8.")],
-        [THOUGHT + "That is 8.<|im_end|>"],
-    ),
-}
+def test_thoughts_of_earlier_turns_are_not_learned():
+    """Qwen3 drops the thoughts of a turn once a user's message follows, so that turn is not learned."""
+    tokenizer = build_tokenizer("qwen3")
+    thought = "<think>\nEasy.\n</think>\n\n"
+    answers = (ASSISTANT, thought + "It is 5."), (ASSISTANT, thought + "That is 8.")
+    messages = chat(TURNS[0], answers[0], TURNS[2], answers[1])
+    [(_, labels)] = documents_of(tokenizer, {"messages": messages})
+    assert learned(tokenizer, labels) == [thought + "That is 8.<|im_end|>"]
 
 
-@pytest.mark.parametrize("name", CONVERSATIONS)
-def test_which_turns_are_learned(scripts, name):
-    family, turns, answers = CONVERSATIONS[name]
-    tokenizer = build_tokenizer(family)
-    [(_, labels)] = documents_of(scripts["sft"], tokenizer, {"messages": chat(*turns)})
-    assert learned(tokenizer, labels) == answers
-
-
-def test_a_chat_in_prompt_and_completion(scripts, family):
+def test_a_chat_in_prompt_and_completion(family):
     """Only the completion is learned, unless the flag says otherwise. The tokens are those of messages."""
     tokenizer = build_tokenizer(family)
     end = FAMILIES[family][4]
     row = {"prompt": chat(*TURNS[:3]), "completion": chat(TURNS[3])}
-    [(ids, labels)] = documents_of(scripts["sft"], tokenizer, row)
+    [(ids, labels)] = documents_of(tokenizer, row)
     [answer] = learned(tokenizer, labels)
     assert answer.endswith(f"That is 8, two times 4.{end}")
     everything = {"messages": chat(*TURNS)}
-    assert documents_of(scripts["sft"], tokenizer, row, completion_only_loss=False) == documents_of(
-        scripts["sft"], tokenizer, everything
-    )
+    assert documents_of(tokenizer, row, completion_only_loss=False) == documents_of(tokenizer, everything)
 
 
-def test_a_turn_without_a_prompt_is_not_learned(scripts):
+def test_a_turn_without_a_prompt_is_not_learned():
     """Before any message, or after another turn of the assistant. It is counted."""
-    script, tokenizer = scripts["sft"], build_tokenizer("llama3")
+    tokenizer = build_tokenizer("llama3")
     started = chat((ASSISTANT, "Hello."), *TURNS, (ASSISTANT, "Sure."))
-    documents, left_out = script.load_documents([{"messages": started}], tokenizer, script.Args())
+    documents, left_out = sft_py.load_documents([{"messages": started}], tokenizer, sft_py.Args())
     answers = ["It is 5.<|eot_id|>", "That is 8, two times 4.<|eot_id|>"]
     assert learned(tokenizer, documents[0][1]) == answers
     assert left_out == "2 answers not learned (no rollout could give them: see docs/sft.md)"
 
 
-def test_a_template_without_an_end_of_turn(scripts):
+def test_a_template_without_an_end_of_turn():
     """Then EOS ends the last turn, so that the model learns to stop."""
     tokenizer = build_tokenizer("qwen2_5")
     tokenizer.chat_template = WITHOUT_END
-    [(ids, labels)] = documents_of(scripts["sft"], tokenizer, {"messages": chat(*TURNS)})
+    [(ids, labels)] = documents_of(tokenizer, {"messages": chat(*TURNS)})
     assert learned(tokenizer, labels) == [" It is 5.", " That is 8, two times 4.<|im_end|>"]
     assert ids[-1] == labels[-1] == tokenizer.eos_token_id
     question = chat((USER, "Hm?"))
-    [(ids, _)] = documents_of(
-        scripts["sft"], tokenizer, {"prompt": question, "completion": chat((ASSISTANT, ""))}
-    )
+    [(ids, _)] = documents_of(tokenizer, {"prompt": question, "completion": chat((ASSISTANT, ""))})
     assert tokenizer.decode(ids) == "user: Hm?\nassistant:<|im_end|>"  # nothing but the end
 
 
-def test_a_prompt_that_ends_in_a_space(scripts):
+def test_a_prompt_that_ends_in_a_space():
     """In the chat, the space is a part of the next token; in a rollout, of the prompt."""
-    script, tokenizer = scripts["sft"], byte_level_tokenizer()
-    messages = chat((USER, "Well?"), (ASSISTANT, "The film was good."))
-    for end, start in (("assistant:", " The"), ("assistant: ", None)):
-        tokenizer.chat_template = WITHOUT_END.replace("assistant:", end)
-        if start is None:
-            with pytest.raises(script.UserError, match="1 answers not learned .no rollout could give them"):
-                documents_of(script, tokenizer, {"messages": messages})
-        else:
-            [(_, labels)] = documents_of(script, tokenizer, {"messages": messages})
-            assert learned(tokenizer, labels) == [" The film was good.<|endoftext|>"]
+    tokenizer = byte_level_tokenizer()
+    row = {"messages": chat((USER, "Well?"), (ASSISTANT, "The film was good."))}
+    tokenizer.chat_template = WITHOUT_END
+    [(_, labels)] = documents_of(tokenizer, row)
+    assert learned(tokenizer, labels) == [" The film was good.<|endoftext|>"]
+    tokenizer.chat_template = WITHOUT_END.replace("assistant:", "assistant: ")
+    with pytest.raises(sft_py.UserError, match="1 answers not learned .no rollout could give them"):
+        documents_of(tokenizer, row)
 
 
 @pytest.mark.parametrize("is_special", [False, True])
-def test_an_added_token_ends_a_turn_only_if_it_is_special(scripts, chat_lm, is_special):
+def test_an_added_token_ends_a_turn_only_if_it_is_special(is_special):
     """After a mere word, such as a tag, EOS follows; after a special token that has no name, nothing does."""
-    script, tokenizer = scripts["sft"], build_tokenizer("qwen2_5")
+    tokenizer = build_tokenizer("qwen2_5")
     tokenizer.add_tokens([tokenizers.AddedToken("<done>", special=is_special)])
     done, eos = tokenizer.convert_tokens_to_ids("<done>"), tokenizer.eos_token_id
     tokenizer.chat_template = WITHOUT_END
     messages = chat(TURNS[0], (ASSISTANT, "It is 5.<done>"))
-    [(ids, labels)] = documents = documents_of(script, tokenizer, {"messages": messages})
-    model = transformers.AutoModelForCausalLM.from_pretrained(chat_lm("qwen2_5"))
-    model.generation_config.eos_token_id = None
-    stops = script.find_end_tokens(model, tokenizer, documents, 256)
+    [(ids, labels)] = documents = documents_of(tokenizer, {"messages": messages})
+    stops = sft_py.find_end_tokens(NO_STOP_TOKENS, tokenizer, documents, 256)
     if is_special:
         assert learned(tokenizer, labels) == [" It is 5.<done>"] and eos not in ids
         assert tokenizer.decode(ids).endswith("<done>\n") and stops == sorted([done, eos])
@@ -225,45 +187,36 @@ def test_an_added_token_ends_a_turn_only_if_it_is_special(scripts, chat_lm, is_s
         assert ids[-2:] == [done, eos] and stops == [eos]
 
 
-def test_answers_that_cannot_be_learned_are_counted(scripts):
-    """A template that opens a thought in the generation prompt, and none in a finished turn: nothing fits."""
-    script, tokenizer = scripts["sft"], build_tokenizer("qwen2_5")
-    tokenizer.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    tokenizer.chat_template += "{% if add_generation_prompt %}<assistant><think>{% endif %}"
-    with pytest.raises(script.UserError, match="nothing to learn .*2 answers not learned"):
-        documents_of(script, tokenizer, {"messages": chat(*TURNS)})
-
-
 @pytest.mark.parametrize("columns", ["text", "prompt completion"])
-def test_a_text_with_bos_of_its_own(scripts, columns):
+def test_a_text_with_bos_of_its_own(columns):
     """Rendered chats often begin with BOS. The tokenizer adds another one, which no rollout has."""
-    sft, tokenizer = scripts["sft"], build_tokenizer("llama3")
+    tokenizer = build_tokenizer("llama3")
     row = dict.fromkeys(columns.split(), "It is 5.")
-    [(ids, _)], _ = sft.load_documents([row], tokenizer, sft.Args())
+    [(ids, _)], _ = sft_py.load_documents([row], tokenizer, sft_py.Args())
     assert ids[0] == tokenizer.bos_token_id != ids[1]
     row[columns.split()[0]] = "<|begin_of_text|>It is 5."
-    with pytest.raises(sft.UserError, match="begins with BOS, which the tokenizer also adds"):
-        sft.load_documents([row], tokenizer, sft.Args())
+    with pytest.raises(sft_py.UserError, match="begins with BOS, which the tokenizer also adds"):
+        sft_py.load_documents([row], tokenizer, sft_py.Args())
 
 
-def test_an_unknown_word_ends_no_turn(scripts):
+def test_an_unknown_word_ends_no_turn():
     """<unk> is a special token, but an answer that ends with it needs EOS."""
     tokenizer = build_tokenizer("qwen3")
     tokenizer.unk_token = "8"
-    others = scripts["sft"].special_ids(tokenizer)
+    others = sft_py.special_ids(tokenizer)
     assert tokenizer.unk_token_id not in others and tokenizer.eos_token_id in others
 
 
-def test_messages_that_cannot_be_learned(scripts):
+def test_messages_that_cannot_be_learned():
     """A call of a tool has no content, and ShareGPT has no role: some templates would write such messages."""
-    script, tokenizer = scripts["sft"], build_tokenizer("gemma")
+    tokenizer = build_tokenizer("gemma")
     call = chat((USER, "What is the weather?"), (ASSISTANT, None))
     foreign = [{"from": "human", "value": "2 + 3?"}, {"from": "gpt", "value": "5"}]
     rows = [{"messages": messages} for messages in (call, foreign, chat(*TURNS), [], None)]
-    documents, left_out = script.load_documents(rows, tokenizer, script.Args(max_length=256))
+    documents, left_out = sft_py.load_documents(rows, tokenizer, sft_py.Args(max_length=256))
     assert len(documents) == 1 and left_out == "4 examples without anything to learn"
-    with pytest.raises(script.UserError, match="column tools"):
-        documents_of(script, tokenizer, {"messages": chat(*TURNS), "tools": [{"name": "weather"}]})
+    with pytest.raises(sft_py.UserError, match="column tools"):
+        documents_of(tokenizer, {"messages": chat(*TURNS), "tools": [{"name": "weather"}]})
 
 
 SENTENCEPIECE = {  # template -> what comes before and after the text of an answer
@@ -282,7 +235,7 @@ SENTENCEPIECE = {  # template -> what comes before and after the text of an answ
 
 @pytest.mark.parametrize("kind", ["normalizer", "pre-tokenizer"])
 @pytest.mark.parametrize("template", SENTENCEPIECE)
-def test_answers_of_a_sentencepiece_tokenizer(scripts, template, kind):
+def test_answers_of_a_sentencepiece_tokenizer(template, kind):
     """It puts a space before each text that it gets, so an answer that is tokenized alone has a wrong start.
 
     A rollout goes on after the tokens of its prompt. What is learned must be such a continuation.
@@ -303,7 +256,7 @@ def test_answers_of_a_sentencepiece_tokenizer(scripts, template, kind):
     )
     tokenizer.chat_template, (before, after) = SENTENCEPIECE[template]
     messages = chat((USER, "Why?"), (ASSISTANT, "Yes way!"), (USER, "Way?"), (ASSISTANT, "No way."))
-    [(ids, labels)] = documents_of(scripts["sft"], tokenizer, {"messages": messages})
+    [(ids, labels)] = documents_of(tokenizer, {"messages": messages})
     expected = [-100] * len(ids)
     for i, answer in ((1, "Yes▁way!"), (3, "No▁way.")):
         prompt = tokenizer.apply_chat_template(messages[:i], tokenize=False, add_generation_prompt=True)
@@ -316,7 +269,7 @@ def test_answers_of_a_sentencepiece_tokenizer(scripts, template, kind):
     assert labels == expected
 
 
-def test_the_end_of_a_turn_ends_generation(sft, chat_lm, tmp_path):
+def test_the_end_of_a_turn_ends_generation(sft, tmp_path):
     """model/ stops there, at EOS, and where the model before did. Samples continue the last turns."""
     chats = []
     for i in range(12):
@@ -324,38 +277,33 @@ def test_the_end_of_a_turn_ends_generation(sft, chat_lm, tmp_path):
         chats.append(chat(*first, (USER, "And 0?"), (ASSISTANT, "No" * (i % 4 + 1))))
     rows = [{"messages": messages} for messages in chats]
     data = write_rows(tmp_path / "data", train=rows[:8], test=rows[8:])
-    model = transformers.AutoModelForCausalLM.from_pretrained(chat_lm("gemma"))
-    model.generation_config.eos_token_id = [40, 41]  # neither EOS nor the end of a turn
-    model.save_pretrained(tmp_path / "lm")
-    tokenizer = build_tokenizer("gemma")
-    tokenizer.save_pretrained(tmp_path / "lm")
+    lm = chat_lm("gemma", tmp_path / "lm", stop_ids=[40, 41])  # neither EOS nor the end of a turn
     flags = dict(num_train_rows=None, max_length=200, num_samples=4)
-    _, folder, _ = sft(model_name_or_path=str(tmp_path / "lm"), dataset_name=data, **flags)
+    _, folder, _ = sft(model_name_or_path=lm, dataset_name=data, **flags)
     saved = transformers.GenerationConfig.from_pretrained(folder / "model").eos_token_id
+    tokenizer = build_tokenizer("gemma")
     assert saved == sorted([40, 41, *tokenizer.convert_tokens_to_ids(["<eos>", "<end_of_turn>"])])
     write = tokenizer.apply_chat_template
     prompts = [write(messages[:3], tokenize=False, add_generation_prompt=True) for messages in chats[8:]]
     assert sorted(row["prompt"] for row in rows_of(folder, "samples.jsonl")) == sorted(prompts)
 
 
-def test_what_ends_a_response(scripts, chat_lm, family):
+def test_what_ends_a_response(family):
     """The last token of what is learned, if it is special: not what follows it, nor where a document was cut.
 
     The answers before the cut count too: perhaps every document of a data set is too long.
     """
     tokenizer = build_tokenizer(family)
-    model = transformers.AutoModelForCausalLM.from_pretrained(chat_lm(family))
-    model.generation_config.eos_token_id = None
     eos, end = tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids(FAMILIES[family][4])
     start = tokenizer.convert_tokens_to_ids(FAMILIES[family][3][0])  # a special token that ends nothing
     assert start not in (eos, end)
     learned = ([9, 20, end, 21, start], [-100, 20, end, -100, -100])  # a line break follows, for example
     cut = ([9, 20, 20, 20, 20, start], [-100, 20, 20, 20, 20, start])
     cut_later = ([9, 20, end, 21, 20, start], [-100, 20, end, -100, 20, start])
-    find_end_tokens = scripts["sft"].find_end_tokens
-    assert find_end_tokens(model, tokenizer, [cut], 6) == [eos]
+    assert sft_py.find_end_tokens(NO_STOP_TOKENS, tokenizer, [cut], 6) == [eos]
     for documents in ([learned, cut], [cut_later], [cut_later, cut]):
-        assert find_end_tokens(model, tokenizer, documents, 6) == sorted({eos, end})
+        found = sft_py.find_end_tokens(NO_STOP_TOKENS, tokenizer, documents, 6)
+        assert found == sorted({eos, end})
 
 
 @pytest.mark.parametrize("name", GROUPS)
@@ -374,11 +322,11 @@ def test_a_message_that_the_assistant_has_begun(scripts, family, name):
 # ---- Rollouts ----------------------------------------------------------------------------------------------
 
 
-def load_prompts(script, data, tokenizer, **flags):
+def load_prompts(script, rows, tokenizer):
     """What rloo_tldr.py or grpo_math.py makes of the rows, without a system prompt."""
     if script.__name__ == "rloo_tldr":
-        return script.load_posts(data, tokenizer, script.Args(**flags))
-    return script.load_tasks(data, tokenizer, script.Args(system_prompt=None, **flags))
+        return script.load_posts(rows, tokenizer, script.Args())
+    return script.load_tasks(rows, tokenizer, script.Args(system_prompt=None))
 
 
 @pytest.mark.parametrize("name", GROUPS)
@@ -386,9 +334,8 @@ def test_the_prompt_of_a_rollout_is_that_of_training(scripts, family, name):
     """Token by token: the prompt with its generation prompt is where the learned turn begins."""
     tokenizer = build_tokenizer(family)
     row = {"prompt": chat(*TURNS[:3]), "completion": chat(TURNS[3])}
-    data = [row]
-    [(ids, labels)] = documents_of(scripts["sft"], tokenizer, row)
-    [post] = load_prompts(scripts[name], data, tokenizer)
+    [(ids, labels)] = documents_of(tokenizer, row)
+    [post] = load_prompts(scripts[name], [row], tokenizer)
     assert post["ids"] == ids[: len(post["ids"])]
     assert labels[len(post["ids"]) - 1] == -100 and labels[len(post["ids"])] != -100
     assert post["prompt"] == row["prompt"]
@@ -399,7 +346,7 @@ def test_the_prompt_of_a_rollout_is_that_of_training(scripts, family, name):
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_rollouts_on_chats(scripts, small, chat_lm, tmp_path, monkeypatch, name):
+def test_rollouts_on_chats(scripts, small, tmp_path, monkeypatch, name):
     """Reward functions get lists of messages. Stop tokens of the model end a response, and only these."""
     rows = [{"prompt": chat((USER, f"What is {i} + 1?")), "answer": str(i + 1)} for i in range(24)]
     body = """for prompt, completion, answer in zip(prompts, completions, columns["answer"]):
@@ -407,9 +354,10 @@ def test_rollouts_on_chats(scripts, small, chat_lm, tmp_path, monkeypatch, name)
     assert completion[0]["role"] == "assistant"
 return [float(len(completion[0]["content"])) for completion in completions]"""
     rollouts = spy(monkeypatch, scripts[name], "sample_responses")
+    stops = [1, *range(40, 80)]  # EOS, and so many others that random weights stop now and then
     args = small(
         name,
-        model_name_or_path=chat_lm("llama3"),
+        model_name_or_path=chat_lm("llama3", tmp_path / "lm", stops),
         dataset_name=write_rows(tmp_path / "data", train=rows[:16], test=rows[16:]),
         reward_fn=reward_file(tmp_path, body),
         max_prompt_length=200,
@@ -417,7 +365,6 @@ return [float(len(completion[0]["content"])) for completion in completions]"""
         temperature=1.0,
     )
     scripts[name].train(args)
-    stops = transformers.GenerationConfig.from_pretrained(chat_lm("llama3")).eos_token_id
     ended_by = set()
     for _, (b, _) in rollouts:
         for tokens, length, has_stopped in zip(b["ids"][:, -12:].tolist(), b["lengths"], b["stopped"]):
@@ -446,9 +393,3 @@ def test_preferences_between_chats(scripts, family):
     for text, turns in zip(ids[0], [TURNS, (*TURNS[:3], worse)]):
         assert tokenizer.decode(text) == tokenizer.apply_chat_template(chat(*turns), tokenize=False)
         assert text.count(tokenizer.bos_token_id) == (FAMILIES[family][0] is not None)
-
-
-def test_the_templates_are_named_with_their_licence():
-    """Files of others are in tests/data/templates only, and the page there says whose they are."""
-    assert {path.stem for path in TEMPLATES.glob("*.jinja")} == set(FAMILIES)
-    assert "Apache License 2.0" in (ROOT / "tests/data/templates/README.md").read_text()

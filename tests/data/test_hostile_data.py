@@ -4,7 +4,6 @@ Most cases are four rows, one of them damaged. Whether they are read is tested w
 accepted is also trained on, all of it in one batch.
 """
 
-import copy
 import io
 import json
 
@@ -80,31 +79,24 @@ def check(found, expected):
         assert isinstance(found, str) and expected in found, found
 
 
-@pytest.fixture(scope="module")
-def tokenizers_of(world):
-    """Script -> the tokenizer of its small runs."""
-    lm = AutoTokenizer.from_pretrained(world.lm())
-    classifier = AutoTokenizer.from_pretrained(world.classifier())
-    return dict.fromkeys(KIND, lm) | dict(reward_model=classifier)
-
-
 @pytest.fixture
-def keep(scripts, small, tokenizers_of, tmp_path):
+def keep(scripts, small, world, tmp_path):
     """keep(script, files, **flags) -> the number of training rows that a script keeps, or its error."""
 
     def read(script, files, **flags):
         module = scripts[script]
         args = small(script, dataset_name=write_files(tmp_path / "data", files), **FLAGS[script] | flags)
-        tokenizer = copy.deepcopy(tokenizers_of[script])
+        tokenizer = AutoTokenizer.from_pretrained(
+            world.classifier() if script == "reward_model" else world.lm()
+        )
         try:
             if script == "reward_model":
                 return len(module.load_data(args, tokenizer)[0])
             splits = module.load_splits(args.dataset_name)
             return [len(read_rows(module, rows, tokenizer, args)) for rows in splits][0]
         except Exception as error:
-            return f"{type(error).__name__}: {error}".replace(
-                str(tmp_path), ""
-            )  # whose name has words of the test's name
+            line = f"{type(error).__name__}: {error}"
+            return line.replace(str(tmp_path), "")  # its name has words of the test's name
 
     return read
 
@@ -144,14 +136,11 @@ def train_on(scripts, small, tmp_path):
 BLANK = {"empty": "", "spaces": "   ", "newlines": "\n\t \r\n", "no-break-space": "\u00a0\u2003"}
 STRINGS = BLANK | {
     "zero-width": "\u200b\u200d\u2060",
-    "one-letter": "a",
     "emoji": "🎬 👨\u200d👩\u200d👧 🏳️\u200d🌈 a film",
     "nul": "a film\0with a hole",
     "right-to-left": "\u202e فيلم رائع עברית",
-    "combining": "e\u0301" + "Z\u0351\u036b\u0343\u036a\u0302" * 9,
     "lines": "a\r\nb\u2028d\x85e",
     "control": "\x1b[2J\x07 a film \x7f\x9b",
-    "non-characters": "a \uffff film \U0010ffff",
     "byte-order-mark": "\ufeffA film.",
     "japanese": "映画はとても面白かったです。" * 3,
     "json": '{"text": [1, 2]}',
@@ -198,10 +187,10 @@ def test_null_is_no_text(keep):
 # ---- Files -------------------------------------------------------------------------------------------------
 
 
-def table(rows, form):
-    """Rows as csv or parquet."""
+def csv(rows):
+    """Rows as a file with commas."""
     buffer = io.BytesIO()
-    getattr(datasets.Dataset.from_list(rows), f"to_{form}")(buffer)
+    datasets.Dataset.from_list(rows).to_csv(buffer)
     return buffer.getvalue()
 
 
@@ -209,10 +198,8 @@ TEXTS = ROWS["text"]
 LINES = jsonl(TEXTS)
 EXTRA = [row | dict(a=i, b=[{"c": None}]) for i, row in enumerate(TEXTS)]
 FILES = {  # name -> files of a folder; the rows that are kept (one is held out without test), or the line
-    "no file": ({}, "doesn't contain any data files"),
     "empty file": ({"train.jsonl": b""}, REFUSED),
     "cut in the middle": ({"train.jsonl": LINES[:40] + b"\n" + LINES}, "train.jsonl, line 1"),
-    "parquet": ({"train.parquet": table(TEXTS, "parquet")}, 2),
     "byte order mark": ({"train.jsonl": b"\xef\xbb\xbf" + LINES}, 2),
     "crlf and blank lines": ({"train.jsonl": LINES.replace(b"\n", b"\r\n\r\n")}, 2),
     "one row": ({"train.jsonl": jsonl(TEXTS[:1])}, REFUSED),
@@ -238,12 +225,11 @@ def lines_of(rows):
 
 COLUMNS = {  # name -> files made of a script's good rows; what each script of KIND makes of them
     "lines of text": (lambda rows: {"train.txt": lines_of(rows)}, [2, REFUSED, 2, REFUSED, REFUSED, REFUSED]),
-    "csv": (lambda rows: {"train.csv": table(rows, "csv")}, [2, 2, 2, REFUSED, 2, 2]),
+    "csv": (lambda rows: {"train.csv": csv(rows)}, [2, 2, 2, REFUSED, 2, 2]),
     "first column alone in a row": (
         lambda rows: {"train.jsonl": jsonl([*rows, dict([*rows[0].items()][:1])])},
         [3, "label None", 3, 4, 3, 3],
     ),
-    "one label": (lambda rows: {"train.jsonl": jsonl(rows[::2][:2])}, [1, "two labels or more", 1, 2, 1, 1]),
 }
 
 
@@ -276,15 +262,7 @@ def test_what_is_no_text(keep, script, kind, value):
 # ---- Labels ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value, expected", [(-1, "label -1 is none of"), (7, "label 7 is none of")])
-def test_labels_out_of_range(keep, value, expected):
-    """With names, a label must be one of them. sft and PPO do not read labels."""
-    rows = damaged("text", "label", value)
-    check(keep("reward_model", rows, label_names="negative,positive"), expected)
-    assert keep("reward_model", rows) == keep("sft", rows) == keep("ppo_sentiment", rows) == 4
-
-
-@pytest.mark.parametrize("value", [None, "a word", [1], {"a": 1}], ids=repr)
+@pytest.mark.parametrize("value", [None, "a word", [1]], ids=repr)
 def test_what_is_no_label(keep, value):
     """It is not made a class of its own."""
     check(keep("reward_model", damaged("text", "label", value)), REFUSED)
@@ -322,11 +300,9 @@ ACTS = {  # value for three utterances -> the answers that reward_model uses, an
     "with null": ([1, None, 1], 6, 6),
     "missing": (..., 5, 5),
     "zero": ([1, 0, 1], "label -1 is none", "act 0, but"),
-    "large": ([1, 9, 1], "label 8 is none", "act 9, but"),
     "floats": ([1.0, 2.0, 1.0], 7, 7),
     "decimals": ([1, 1.5, 1], "label 0.5 is none", "act 1.5, but"),
     "words": (["inform"] * 3, "unsupported operand", "act inform, but"),
-    "number": (1, 5, 5),
 }
 
 

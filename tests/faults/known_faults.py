@@ -188,7 +188,7 @@ ppo_sentiment.sample_next: no temperature in sampling (trap 11)
   - token_logits(hidden, head.weight, temperature, head.bias)
   + token_logits(hidden, head.weight, 1.0, head.bias)
 ppo_sentiment.token_logprobs: no temperature in log-probabilities (trap 11)
-  math/test_output_layer.py::test_token_logprobs_agree_with_naive
+  math/test_output_layer.py::test_values_and_gradients_agree_with_autograd
   - token_logits(hidden, weight, temperature, bias)
   + token_logits(hidden, weight, 1.0, bias)
 ppo_sentiment.reference_logprobs: no temperature in the reference (trap 11)
@@ -296,7 +296,7 @@ ppo_sentiment.load_model: a fused norm has weights of its own
 # The output layer, in chunks
 
 ppo_sentiment.token_logprobs: the bias of the head is forgotten (trap 43)
-  math/test_output_layer.py::test_token_logprobs_agree_with_naive
+  math/test_output_layer.py::test_values_and_gradients_agree_with_autograd[1-0.7]
   - token_logits(hidden, weight, temperature, bias)
   + token_logits(hidden, weight, temperature)
 ppo_sentiment.LogprobsAndEntropies: an entropy bonus lowers the entropy
@@ -304,7 +304,7 @@ ppo_sentiment.LogprobsAndEntropies: an entropy bonus lowers the entropy
   - grad -= grad_entropies
   + grad += grad_entropies
 ppo_sentiment.LogprobsAndEntropies: the gradient is that of another row
-  math/test_output_layer.py::test_gradients_agree_with_autograd
+  math/test_output_layer.py::test_values_and_gradients_agree_with_autograd
   - grad_logprobs[:, None])
   + grad_logprobs.roll(1)[:, None])
 ppo_sentiment.token_logprobs: all chunks are kept
@@ -499,7 +499,7 @@ reward_model.pair_loss: a margin that is added
   - - min_difference
   + + min_difference
 reward_model.pair_table: a long ranking counts more than a short one
-  math/test_math.py::test_rankings_agree_with_naive
+  math/test_math.py::test_pairs_by_hand
   - 1 / len(pairs)
   + 1.0
 reward_model.different_pairs: pairs of equal texts are learned
@@ -989,7 +989,7 @@ dpo_tldr.dpo_loss: the loss without a reference
   - beta * (rejected - ref_rejected)
   + beta * rejected
 dpo_tldr.dpo_loss: beta counts for one of the two scores
-  math/test_dpo.py::test_the_gradient_has_the_published_form
+  math/test_dpo.py::test_the_loss_and_its_gradient_in_plain_python
   - rejected_scores = beta * (rejected
   + rejected_scores = (rejected
 dpo_tldr.dpo_loss: smoothed labels the other way around

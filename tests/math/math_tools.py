@@ -1,13 +1,14 @@
 """What the tests of the math share: comparisons, random inputs, and references in float64."""
 
+import importlib.metadata
+import importlib.util
 import math
 
+import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
+import transformers
 
 NAN, INF = math.nan, math.inf
-quick = settings(max_examples=25, deadline=None, derandomize=True)
 
 
 def close(ours, theirs, rtol=1e-5, atol=1e-6):
@@ -28,11 +29,6 @@ def random_ids(*shape, high=1024, seed=0):
     return torch.randint(2, high, shape, generator=torch.Generator().manual_seed(seed))
 
 
-def nan_outside(values, mask):
-    """The same values, with nan outside the mask."""
-    return torch.where(torch.as_tensor(mask), values, NAN)
-
-
 def slope(function, x):
     """The derivative by a central difference."""
     return (function(x + 1e-6) - function(x - 1e-6)) / 2e-6
@@ -47,22 +43,14 @@ def gradients(function, *inputs, seed=9):
     return [x.grad for x in inputs]
 
 
-@st.composite
-def ragged(draw, max_rows=4, max_columns=7):
-    """A batch whose rows end at different places: lengths, numbers [B, T], other numbers [B, T]."""
-    rows, columns = draw(st.integers(1, max_rows)), draw(st.integers(1, max_columns))
-    lengths = draw(st.lists(st.integers(1, columns), min_size=rows, max_size=rows))
-    row = st.lists(st.floats(-4, 4, width=32), min_size=columns, max_size=columns)
-    table = st.lists(row, min_size=rows, max_size=rows)
-    return lengths, draw(table), draw(table)
-
-
-@st.composite
-def groups(draw):
-    """k, and for each prompt a list of the rewards of its k responses."""
-    k = draw(st.integers(2, 6))
-    group = st.lists(st.floats(-9, 9, width=16), min_size=k, max_size=k)
-    return k, draw(st.lists(group, min_size=1, max_size=4))
+def trl_1_16():
+    """TRL, next to the packages of the scripts: pip install trl==1.16.0. The test is skipped without it."""
+    if importlib.util.find_spec("trl") is None:
+        pytest.skip("TRL is not installed: pip install trl==1.16.0")
+    version = importlib.metadata.version("trl")
+    if not version.startswith("1.16."):
+        pytest.skip(f"this is TRL {version}, not 1.16")
+    return importlib.import_module("trl")
 
 
 # ---- Output layer ------------------------------------------------------------------------------------------
@@ -85,6 +73,15 @@ def reference_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
 
 
 # ---- Language models ---------------------------------------------------------------------------------------
+
+
+def random_model(kind, **settings):
+    """A small model of an architecture, with random weights of transformers' usual size."""
+    sizes = dict(vocab_size=300, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
+    sizes |= dict(num_key_value_heads=2, intermediate_size=64, max_position_embeddings=128)
+    config = transformers.AutoConfig.for_model(kind, **sizes | settings)
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def left_padded(rows, width):

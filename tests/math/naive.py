@@ -1,4 +1,4 @@
-"""The math again, from the formulas of the papers, in plain Python floats and loops: the tests' reference.
+"""The math again, from the formulas of the papers, in plain Python: for the tests, and for exercises.py.
 
 Rows are lists. Nothing is fast, clever or shared with the scripts. Positions outside a mask are never read.
 """
@@ -19,32 +19,11 @@ def response_lengths(tokens, stop_token_id):
     return lengths
 
 
-def length_mask(lengths, max_length):
-    """True on the first `lengths` positions."""
-    return [[position < length for position in range(max_length)] for length in lengths]
-
-
 def log_softmax(logits):
     """log p_i = x_i - log sum_j exp(x_j). The maximum is subtracted first."""
     top = max(logits)
     log_sum = top + math.log(math.fsum(math.exp(x - top) for x in logits))
     return [x - log_sum for x in logits]
-
-
-def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
-    """log softmax((W h + b) / temperature) at the token, and the entropy - sum p log p of the softmax."""
-    logprobs, entropies = [], []
-    for hidden_row, token_row in zip(hidden, tokens):
-        logprobs.append([])
-        entropies.append([])
-        for h, token in zip(hidden_row, token_row):
-            logits = [math.fsum(w * x for w, x in zip(line, h)) for line in weight]
-            if bias is not None:
-                logits = [x + b for x, b in zip(logits, bias)]
-            log_p = log_softmax([x / temperature for x in logits])
-            logprobs[-1].append(log_p[token])
-            entropies[-1].append(-math.fsum(math.exp(x) * x for x in log_p))
-    return logprobs, entropies
 
 
 def kl_estimate(logprob, ref_logprob, estimator):
@@ -213,15 +192,6 @@ def preference_loss(chosen, rejected, margin=0.0):
     if x > 0:
         return math.log1p(math.exp(-x))
     return -x + math.log1p(math.exp(x))
-
-
-def ranking_loss(scores):
-    """Ouyang et al. 2022, eq. 1, of one prompt: the mean over its K (K - 1) / 2 pairs, best first."""
-    losses = []
-    for i in range(len(scores)):
-        for j in range(i + 1, len(scores)):
-            losses.append(preference_loss(scores[i], scores[j]))
-    return sum(losses) / max(1, len(losses))
 
 
 def sample_token(logits, uniform):

@@ -36,13 +36,9 @@ def test_a_mistake_is_found_and_named(name, i):
     assert exercises.recognize(name, function) == mistake
 
 
-def test_other_errors_are_shown(tmp_path):
+@pytest.mark.parametrize("line, shown", [("rewards.nowhere", "it raised"), ("rewards", "of shape [(4, 6)]")])
+def test_other_errors_are_shown(tmp_path, line, shown):
     path = tmp_path / "my_gae.py"
-    path.write_text("def gae(rewards, values, mask, gamma, lam):\n    return rewards.nowhere\n")
+    path.write_text(f"def gae(rewards, values, mask, gamma, lam):\n    return {line}\n")
     text, is_right = exercises.check("gae", path)
-    assert not is_right and "it raised" in text and "nowhere" in text
-    path.write_text("def gae(rewards, values, mask, gamma, lam):\n    return rewards\n")
-    text, is_right = exercises.check("gae", path)
-    assert not is_right and "of shape [(4, 6)]" in text and "of shape [(4, 6), (4, 6)]" in text
-    path.write_text("gae = None\n")
-    assert exercises.check("gae", path) == (f"{path} has no function gae", False)
+    assert not is_right and shown in text

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from conftest import ARCHITECTURES, module_with
-from math_tools import close, gradients, logprobs_alone, normal, random_ids
+from math_tools import close, gradients, logprobs_alone, normal, random_ids, random_model
 
 sft = module_with("load_documents", "pack", "document_states")
 near = dict(rtol=0, atol=1e-5)
@@ -22,15 +22,6 @@ DOCUMENTS = [  # (ids, labels)
     ([12, 13, 14, 0], [-100, 13, 14, 0]),
     ([20, 21, 22], [-100, 21, 22]),
 ]
-
-
-def model_from(kind, **settings):
-    """A small model of this architecture, with random weights of transformers' usual size."""
-    sizes = dict(vocab_size=300, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
-    sizes |= dict(num_key_value_heads=2, intermediate_size=64, max_position_embeddings=128)
-    config = transformers.AutoConfig.for_model(kind, **sizes | settings)
-    torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(config)
 
 
 def collate(documents, max_length, packing):
@@ -102,8 +93,6 @@ OTHER_MODELS = {  # what is said about a document alone, and about documents in 
     "gemma3_text head_dim=16 sliding_window=16": (None, None),
     "gptj rotary_dim=8": (None, None),
     "phi": (None, None),
-    "llama": (None, None),
-    "gpt_neox": (None, None),
 }
 
 
@@ -126,14 +115,14 @@ def test_models_are_checked(model, packing):
     """A model that would learn something else is refused; with --no-packing, only if it must be."""
     kind, *pairs = model.split()
     settings = {name: json.loads(value) for name, value in (pair.split("=") for pair in pairs)}
-    assert check(model_from(kind, **settings), packing=packing) == OTHER_MODELS[model][packing]
+    assert check(random_model(kind, **settings), packing=packing) == OTHER_MODELS[model][packing]
 
 
 def test_noise_of_a_loaded_model_is_refused():
     """Falcon reads its dropout from the config, where load_model does not look for it."""
     settings = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, vocab_size=300)
     for dropout, said in ((0.0, None), (0.1, ALONE)):
-        model = model_from("falcon", hidden_dropout=dropout, **settings)
+        model = random_model("falcon", hidden_dropout=dropout, **settings)
         assert check(model, packing=False, from_config=None) == said
         assert check(model, packing=False) is None
 
@@ -142,7 +131,7 @@ def test_noise_of_a_loaded_model_is_refused():
 def test_the_check_notices_a_mask_that_is_missing(monkeypatch, arch):
     """Another version of transformers may find no documents in the positions."""
     layers = dict(attention_types=[[["global", "local"], 1]]) if arch == "gpt_neo" else {}
-    model = model_from(arch, **layers)
+    model = random_model(arch, **layers)
     assert check(model) is None
     monkeypatch.setattr(transformers.masking_utils, "find_packed_sequence_indices", lambda positions: None)
     assert check(model) == USE

@@ -5,7 +5,7 @@ import pytest
 import torch
 import transformers
 from conftest import ARCHITECTURES, module_with
-from math_tools import close, normal, random_ids
+from math_tools import close, normal, random_ids, random_model
 
 rloo = module_with("rloo_advantages", "group_logprobs")
 ppo = module_with("gae", "response_logprobs")
@@ -43,15 +43,6 @@ def outputs_and_gradients(function, model):
     return [logprobs.detach(), entropies.detach()], gradients
 
 
-def sliding_window(length):
-    """A random Mistral with this window."""
-    sizes = dict(vocab_size=1024, hidden_size=16, num_hidden_layers=2, intermediate_size=32)
-    heads = dict(num_attention_heads=4, num_key_value_heads=2)
-    config = transformers.MistralConfig(**sizes, **heads, sliding_window=length)
-    torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(config).train()
-
-
 CASES = [(arch, kind) for arch in ARCHITECTURES for kind in ("plain", "lora", "checkpointing")]
 # A window that is shorter than the prompt, and one that ends within the response.
 CASES += [("mistral", 3), ("mistral", 7)]
@@ -61,7 +52,10 @@ CASES += [("mistral", 3), ("mistral", 7)]
 def test_a_prompt_that_is_read_once_gives_the_same(tiny_lm, arch, kind):
     """Log-probabilities, entropies and all gradients, in any order of the rows, and with equal prompts that
     are padded differently."""
-    model = sliding_window(kind) if arch == "mistral" else load(tiny_lm(arch))
+    if arch == "mistral":
+        model = random_model("mistral", vocab_size=1024, sliding_window=kind).train()
+    else:
+        model = load(tiny_lm(arch))
     torch.manual_seed(0)
     if kind == "lora":
         model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear"))

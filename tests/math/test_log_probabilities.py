@@ -9,8 +9,8 @@ import peft
 import pytest
 import torch
 import transformers
-from conftest import ARCHITECTURES, CONTEXT, HEADS, LAYERS, WIDTH, module_with
-from math_tools import close, logprobs_alone, normal, padded_batch, random_ids, response_part
+from conftest import ARCHITECTURES, CONTEXT, module_with
+from math_tools import close, logprobs_alone, normal, padded_batch, random_ids, random_model, response_part
 
 ppo = module_with("gae", "response_logprobs")
 rloo = module_with("rloo_advantages", "check_group_model")
@@ -143,23 +143,9 @@ def test_lora_has_no_dropout(tiny_lm):
 # ---- Models that are refused -------------------------------------------------------------------------------
 
 
-def from_config(kind, **changes):
+def odd_model(kind, **settings):
     """A random language model, with logits of a few nats."""
-    sizes = dict(
-        vocab_size=64,
-        hidden_size=WIDTH,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=2,
-        intermediate_size=64,
-        initializer_range=0.5,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-    )
-    config = getattr(transformers, f"{kind}Config")(**(sizes | changes))
-    torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(config)
+    return random_model(kind, initializer_range=0.5, head_dim=16, **settings)
 
 
 def forward_without(model, name):
@@ -185,14 +171,14 @@ def noise_in_train_mode(model):
 
 
 ODD = {
-    "Gemma2": lambda lm: from_config("Gemma2", final_logit_softcapping=5.0, head_dim=8),
-    "Granite": lambda lm: from_config("Granite", logits_scaling=4.0),
-    "Cohere": lambda lm: from_config("Cohere", logit_scale=0.25),
-    "Mamba": lambda lm: from_config("Mamba", state_size=8),
-    "Jamba": lambda lm: from_config("Jamba", attn_layer_period=2, attn_layer_offset=1, num_experts=1),
-    "RecurrentGemma": lambda lm: from_config("RecurrentGemma", head_dim=8, attention_window_size=4),
+    "Gemma2": lambda lm: odd_model("gemma2", final_logit_softcapping=5.0),
+    "Granite": lambda lm: odd_model("granite", logits_scaling=4.0),
+    "Cohere": lambda lm: odd_model("cohere", logit_scale=0.25),
+    "Mamba": lambda lm: odd_model("mamba", state_size=8),
+    "Jamba": lambda lm: odd_model("jamba", attn_layer_period=2, attn_layer_offset=1, num_experts=1),
+    "RecurrentGemma": lambda lm: odd_model("recurrent_gemma", attention_window_size=4),
     "dropout": lambda lm: switch_dropout_on(lm("gpt2")),
-    "noise": lambda lm: noise_in_train_mode(from_config("Llama")),
+    "noise": lambda lm: noise_in_train_mode(odd_model("llama")),
     "positions count pads": lambda lm: forward_without(lm("gpt2"), "position_ids"),
     "pads are read": lambda lm: forward_without(lm("llama"), "attention_mask"),
     "no cache": lambda lm: forward_without(lm("llama"), "past_key_values"),

@@ -12,9 +12,9 @@ import pytest
 import torch
 import transformers
 from conftest import module_with
-from math_tools import close, left_padded, random_ids
+from math_tools import close, left_padded, random_ids, random_model
 
-ARCHITECTURES = ("gpt2", "gpt_neox", "opt", "bloom", "llama", "qwen2", "qwen3")
+ARCHITECTURES = ("gpt2", "gpt_neox", "opt", "bloom", "llama", "qwen2")
 B, T, ROUND = 5, 21, 8  # rounds of 8, 8 and 5 tokens
 STOP_IDS = torch.arange(3, 25)
 
@@ -53,12 +53,7 @@ def rounds(name, how):
 def model_of(tiny_lm, arch, lora=False):
     """A model in evaluation mode. The adapter does something."""
     torch.manual_seed(1)
-    if arch == "qwen3":
-        sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-        sizes |= dict(num_key_value_heads=2, head_dim=8, vocab_size=1024, initializer_range=0.2)
-        model = transformers.AutoModelForCausalLM.from_config(transformers.Qwen3Config(**sizes))
-    else:
-        model = transformers.AutoModelForCausalLM.from_pretrained(tiny_lm(arch))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_lm(arch))
     if lora:
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
         with torch.no_grad():
@@ -122,12 +117,7 @@ def test_a_recording_sees_new_weights(tiny_lm, emulated):
 @pytest.mark.parametrize("arch, expected", [("gpt_neo", False), ("mistral", False), ("llama", True)])
 def test_what_cannot_be_recorded(tiny_lm, monkeypatch, arch, expected):
     """Sliding windows, whose columns move, and models that transformers cannot compile."""
-    if arch == "mistral":
-        sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-        config = transformers.MistralConfig(**sizes, vocab_size=64, num_key_value_heads=2, sliding_window=4)
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    else:
-        model = model_of(tiny_lm, arch)
+    model = random_model("mistral", sliding_window=4) if arch == "mistral" else model_of(tiny_lm, arch)
     script = module_with("generate_groups")
     cache = transformers.DynamicCache(config=model.config)
     assert not script.can_be_recorded(model, cache)  # on a CPU

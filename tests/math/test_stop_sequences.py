@@ -16,25 +16,12 @@ EOU = " <EOU>"
 METASPACE_MARK = " -AN END-"  # of letters that the tokenizer of metaspace_lm knows
 
 
-def merging_tokenizer():
-    """A tokenizer that has merged <EOU> with the characters around it (".<", "EOU", ">.")."""
-    texts = []
-    for word in ("fine", "no"):
-        for sign in (".", "?", "!", "<", ""):
-            for gap in ("", " "):
-                for after in ("", ".", " <EOU>"):
-                    texts.append(f"{word}{sign}{gap}<EOU>{after}")
-    return byte_level_tokenizer(texts * 3, 330)
-
-
 @pytest.fixture(scope="module", params=["reviews", "merging", "metaspace"])
-def tokenizer(request, metaspace_lm):
-    """GPT-2's kind, the same after merging the mark with its neighbors, and Llama's kind."""
+def tokenizer(request, bang_lm, metaspace_lm):
+    """GPT-2's kind, the same after merging the end of the mark with "!", and Llama's kind."""
     if request.param == "reviews":
         return byte_level_tokenizer()
-    if request.param == "merging":
-        return merging_tokenizer()
-    return AutoTokenizer.from_pretrained(metaspace_lm)
+    return AutoTokenizer.from_pretrained(bang_lm() if request.param == "merging" else metaspace_lm)
 
 
 def ids_of_text(tokenizer, text):
