@@ -4,11 +4,8 @@ The data are asymmetric: training, validation and test rows begin with other wor
 different lengths, some rows cannot be used, and some responses stop but not all.
 """
 
-import contextlib
-import io
 import math
 import statistics
-from dataclasses import replace
 from functools import partial
 from statistics import fmean as mean
 from types import SimpleNamespace
@@ -136,13 +133,19 @@ def trained(scripts, world, tiny_lm, tmp_path_factory):
             judge_fn=reward_file(folder, CALLS.format(score=JUDGE.strip()), "judge")[0],
         )
         args = maker(scripts, world, folder)("rloo_tldr", **(places | FLAGS | changes))
-        screen = io.StringIO()
+        sample_responses = script.sample_responses
+
+        def sample_with_a_gap(*inputs):
+            """In updates, the sampler's log-probabilities are 0.01 too low, 0.02 at the second token, ..."""
+            b, responses = sample_responses(*inputs)
+            if len(responses) == P * K:
+                b["sampling_logprobs"] -= 0.01 * torch.arange(1, T + 1)
+            return b, responses
+
         with pytest.MonkeyPatch.context() as patch, handlers_kept():
-            patch.setenv("COLUMNS", "200")
+            patch.setattr(script, "sample_responses", sample_with_a_gap)
             rollouts = spy(patch, script, "rollout_groups")
-            tables = spy(patch, script.Run, "table")
-            with contextlib.redirect_stdout(screen):
-                model, run_folder = script.train(args)
+            _, run_folder = script.train(args)
         names = ("before", "update 1", "update 2", "after")
         tokenizer = AutoTokenizer.from_pretrained(run.lm)
         parts = {}
@@ -151,10 +154,7 @@ def trained(scripts, world, tiny_lm, tmp_path_factory):
             assert [row.prompt for row in parts[name]] == prompts_of(inputs, responses)
         return SimpleNamespace(
             args=args,
-            model=model,
             folder=run_folder,
-            screen=screen.getvalue(),
-            tables=[inputs[1:] for inputs, _ in tables],  # title, rows
             metrics=rows_of(run_folder),
             table=evaluation_of(run_folder),
             samples=rows_of(run_folder, "evaluation_samples.jsonl"),
@@ -366,26 +366,6 @@ def test_every_training_post_is_used_once_per_epoch(trained):
     assert seen != usable
 
 
-def test_the_gap_between_sampling_and_training_is_measured(rloo, script, monkeypatch):
-    """Mean and maximum of the differences of log-probabilities, over the tokens of the responses only."""
-    sample_responses = script.sample_responses
-    tokens = []
-
-    def with_a_gap(*inputs):
-        b, responses = sample_responses(*inputs)
-        b["sampling_logprobs"][1, 0] -= 3
-        b["sampling_logprobs"][2] += 1
-        b["sampling_logprobs"][~script.length_mask(b["lengths"], 6)] = 1000.0
-        tokens.append(b["lengths"].tolist())
-        return b, responses
-
-    monkeypatch.setattr(script, "sample_responses", with_a_gap)
-    _, _, [row] = rloo(learning_rate=0.0, total_episodes=8, missing_eos_penalty=None)
-    lengths = tokens[1]  # of the rollout, after those of the evaluation
-    assert row["sampling/logprob_gap_max"] == pytest.approx(3, abs=1e-3)
-    assert row["sampling/logprob_gap_mean"] == pytest.approx((3 + lengths[2]) / sum(lengths), abs=1e-3)
-
-
 # ---- The evaluation, by hand -------------------------------------------------------------------------------
 
 
@@ -438,26 +418,8 @@ def test_the_final_table_by_hand(trained, part):
     for name, x in expected.items():
         assert run.table[part][name] == pytest.approx(x, rel=1e-3, abs=1e-5), name
     assert 0 < expected["ended by itself"] < 1 and 0 < expected["win rate"] < 1
-
-
-def test_what_is_on_the_screen(trained):
-    """The responses to the first post of each batch, and the final tables; the rest of evaluation.json."""
-    run = trained()
-    comparison = [
-        dict(metric=name, before=x, after=run.table["after"][name]) for name, x in run.table["before"].items()
-    ]
-    expected = []
-    for update in (1, 2):
-        rows = [row for row in run.lines if row["update"] == update]
-        texts = [{name: row[name] for name in ("prompt", "response", "score")} for row in rows]
-        expected.append((f"samples of update {update}", texts))
-    expected += [("held-out posts", run.samples[:3]), ("6 held-out posts", comparison)]
-    assert run.tables == expected
-    assert list(run.table) == ["before", "after", "n", "judge", "decoding"]
     assert (run.table["n"], run.table["judge"]) == (6, run.args.judge_fn)
     assert run.table["decoding"] == "sampling, temperature 0.8, at most 9 tokens"
-    for name in ("KL, nats per response", "score mean"):
-        assert abs(run.table["before"][name] - run.table["after"][name]) > 1e-3, name
 
 
 def test_the_posts_of_the_evaluation(trained):
@@ -509,27 +471,6 @@ def test_a_run_without_a_judge(trained):
     run = trained(judge_fn=None)
     assert run.table["judge"] == "none" and "win rate" not in run.table["after"]
     assert "judge/scores" not in run.metrics[0]
-
-
-def test_the_live_adapter_is_what_is_saved(rloo, script, monkeypatch):
-    """LoRA: the last evaluation and model/, in plain transformers, give the same log-probabilities."""
-    rollouts = spy(monkeypatch, script, "rollout_groups")
-    loaded = spy(monkeypatch, script, "load_reference")
-    _, folder, rows = rloo(lora_r=4, learning_rate=0.05)
-    [(_, reference)] = loaded
-    assert reference is None  # the policy without its adapter: the KL starts at 0
-    assert rows[0]["objective/kl"] == 0 and abs(rows[1]["objective/kl"]) > 1e-3
-    merged = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    gaps = []
-    for inputs, (b, responses) in (rollouts[0], rollouts[-1]):
-        for i, prompt in enumerate(prompts_of(inputs, responses)):
-            n = b["lengths"][i]
-            tokens = b["ids"][i, -6:][:n].tolist()
-            row = SimpleNamespace(ids=tokenizer(prompt).input_ids, tokens=tokens, temperature=0.7)
-            with torch.no_grad():
-                gaps.append((plain_logprobs(merged, row)[0] - b["logprobs"][i, :n]).abs().max().item())
-    assert max(gaps[4:]) < 1e-3 < 1e-2 < max(gaps[:4])
 
 
 # ---- The data ----------------------------------------------------------------------------------------------
@@ -618,27 +559,13 @@ def test_a_chat_judge_reads_the_text_of_a_chat(script, chat_with):
     assert "system: Be brief.\n\nuser: What is\n2 + 3?" in question and "{" not in question
 
 
-def test_a_chat_judge_in_a_run(trained, chat_with):
-    """It is asked about each evaluated post twice, never about training posts; --judge-fn is still logged."""
-    flags, asked = chat_with(lambda question: "A" if "Exam 2" in question[:200] else "B")
-    run = trained(**flags)
-    assert run.table["judge"] == "m"
-    assert len(asked) == 12 and not any("Train" in question for question, _ in asked)
-    for part, name in ((asked[:6], "before"), (asked[6:], "after")):
-        for row in run.samples:
-            [question] = [text for text, _ in part if row["prompt"] in text]
-            pairs = [(row[name], row["reference"]), (row["reference"], row[name])]
-            assert any(f"Summary A: {a.strip()}\n\nSummary B: {b.strip()}\n" in question for a, b in pairs)
-    assert len(run.judge_calls) == 2  # one per rollout
-    for number in (1, 2):
-        scores = [score for _, _, score in run.judge_calls[number - 1]]
-        assert run.metrics[number - 1]["judge/scores"] == pytest.approx(mean(scores))
+def test_a_paid_judge_is_asked_once(script, small, world, chat_with, monkeypatch):
+    """About each summary, at the end: not in a run that was stopped, and not twice when it is resumed.
 
-
-def test_a_paid_judge_is_asked_once(script, small, chat_with, monkeypatch):
-    """About each summary, at the end: not in a run that was stopped, and not twice when it is resumed."""
+    --judge-fn costs nothing, so it judges each update.
+    """
     flags, asked = chat_with(lambda question: "A")
-    args = small("rloo_tldr", **flags)
+    args = small("rloo_tldr", judge_fn=world.verifier, **flags)
     with monkeypatch.context() as patch:
         stop_after(patch, script, update=1)
         with pytest.raises(SystemExit):
@@ -647,22 +574,4 @@ def test_a_paid_judge_is_asked_once(script, small, chat_with, monkeypatch):
     _, folder = script.train(script.parse_args(["--resume", args.output_dir]))
     assert len(asked) == 2 * args.num_eval_prompts == 8
     assert evaluation_of(folder)["judge"] == "m"
-
-
-def test_the_verb_judge_judges_what_training_judges(script, trained, tmp_path, monkeypatch, capsys):
-    """Posts, random numbers and win rate of the table: before for the first model, after for model/."""
-    run = trained()
-    for part, policy in (("before", trained.lm), ("after", str(run.folder / "model"))):
-        (tmp_path / part).mkdir()
-        [judge] = reward_file(tmp_path / part, CALLS.format(score=JUDGE.strip()), f"judge_{part}")
-        flags = dict(judge_fn=judge, output_dir=None, reward_fn=["no.py:f"], model_name_or_path=policy)
-        with pytest.raises(script.UserError, match="use --sft-model-path None and no --resume"):
-            script.judge_policy(replace(run.args, **flags, sft_model_path=trained.lm))
-        result = script.judge_policy(replace(run.args, **flags))
-        assert set(result) == {"win rate", "+- (95 % interval)", "ties", "no verdict"}
-        assert result == {name: pytest.approx(run.table[part][name]) for name in result}
-        [call] = calls_of(tmp_path / part / f"judge_{part}.py.calls")
-        judged(call, run.samples, [row[part] for row in run.samples])
-        line = f"Model win rate: {result['win rate']:.2%} +- {result['+- (95 % interval)']:.2%} ("
-        line += f"{result['ties']:.1%} ties, 0.0% without verdict), n = 6, judge {judge}, sampling, "
-        assert line + "temperature 0.8, at most 9 tokens" in capsys.readouterr().out
+    assert "judge/scores" in rows_of(folder)[0]
