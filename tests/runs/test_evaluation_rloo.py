@@ -332,20 +332,7 @@ def test_the_fixture_is_asymmetric(trained):
     rows = run.parts["update 1"] + run.parts["update 2"]
     assert any(row.ended and len(row.tokens) == T for row in rows)  # EOS on the last allowed token
     assert abs(run.metrics[1]["objective/kl"]) > 0.01
-    equal_groups = []  # of both updates: raw, after clipping, after the penalty; of other groups of 3
-    for number in (1, 2):
-        rows = run.parts[f"update {number}"]
-        raw = [score for _, _, score in run.reward_calls[number]]
-        clipped = [min(max(score, -2.0), 2.0) for score in raw]
-        penalized, _ = rewards_by_hand(run.args, rows, raw, [0.0] * 12)
-        equal = []
-        for scores in (raw, clipped, penalized):
-            equal.append(sum(len(set(group)) == 1 for group in grouped(rows, scores)))
-        equal.append(sum(len(set(raw[i::P])) == 1 for i in range(P)))
-        equal_groups.append(equal)
-    assert any(0 < equal[0] < equal[1] < P for equal in equal_groups)
-    assert any(equal[2] < equal[0] for equal in equal_groups)
-    assert any(equal[3] != equal[0] for equal in equal_groups)
+    assert any(0 < row["frac_reward_zero_std"] < 1 for row in run.metrics)
     assert run.table["before"]["distinct bigrams"] < 1
     assert run.table["after"]["distinct bigrams"] != run.table["before"]["distinct bigrams"]
 
@@ -471,9 +458,6 @@ def test_a_run_without_a_judge(trained):
     run = trained(judge_fn=None)
     assert run.table["judge"] == "none" and "win rate" not in run.table["after"]
     assert "judge/scores" not in run.metrics[0]
-
-
-# ---- The data ----------------------------------------------------------------------------------------------
 
 
 def test_a_response_that_completes_a_character(script):

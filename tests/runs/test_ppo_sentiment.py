@@ -108,7 +108,7 @@ def test_nothing_after_the_end_is_read(scripts, small, monkeypatch, tiny_lm, tmp
     assert rows[0]["completions/min_length"] < rows[0]["completions/max_length"]
 
 
-# ---- LoRA --------------------------------------------------------------------------------------------------
+# ---- LoRA, memory and precision ----------------------------------------------------------------------------
 
 LORA = dict(lora_r=4, lora_alpha=8)
 
@@ -128,9 +128,6 @@ def test_lora_trains_only_the_adapter(ppo, tiny_lm):
     ids = random_inputs()[0]
     with torch.no_grad():
         torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, atol=1e-4, rtol=1e-4)
-
-
-# ---- Memory and precision ----------------------------------------------------------------------------------
 
 
 def test_shared_layers(ppo, script, small, tiny_lm):
@@ -238,7 +235,7 @@ def test_dtype_auto_wants_hardware_for_bf16(script, monkeypatch):
     assert not script.wants_bf16(script.Args(dtype="auto"), torch.device("cuda"))
 
 
-# ---- Value function ----------------------------------------------------------------------------------------
+# ---- Value function and padding ----------------------------------------------------------------------------
 
 
 def test_a_critic_with_its_own_weights(ppo, script, small, tiny_lm):
@@ -271,9 +268,6 @@ def test_the_value_head_survives_saving(ppo, script, small):
         torch.testing.assert_close(again(*inputs)[2], values)
     assert values.abs().min() > 0
     assert set(load_file(folder / "model/value_head.safetensors")) == {"weight", "bias"}
-
-
-# ---- Padding -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pad", [EOS, "[PAD]"])
