@@ -289,19 +289,6 @@ def test_the_fixture_is_asymmetric(trained):
     assert run.metrics[1]["policy/clipfrac_avg"] > 0 and abs(run.metrics[1]["objective/kl"]) > 0.005
 
 
-def test_every_training_task_is_used_once_per_epoch(trained):
-    """8 usable tasks, 4 per update: in 2 updates each comes once, and in another order."""
-    run = trained()
-    usable = [prompt_of("Train", i) for i in range(8)]
-    seen = []
-    for number in (1, 2):
-        prompts = [row.prompt for row in run.parts[f"update {number}"]]
-        assert prompts == [prompt for prompt in prompts[::K] for _ in range(K)]
-        seen += prompts[::K]
-    assert sorted(seen) == usable
-    assert seen != usable
-
-
 @pytest.mark.parametrize("kl_coef", [0.0, 0.3])
 def test_one_step_per_batch(trained, kl_coef):
     """The default: every ratio is 1, and the loss is minus the mean advantage."""

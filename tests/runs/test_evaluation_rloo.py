@@ -479,30 +479,15 @@ def test_a_response_that_completes_a_character(script):
 # ---- Judges ------------------------------------------------------------------------------------------------
 
 
-def test_a_post_without_a_verdict_does_not_count(trained, tmp_path):
-    """Neither before nor after training. The win rate is that of the others."""
-    judge = """
-calls = []
-def score(prompt, response):
-    calls.append(1)
-    number = (len(calls) - 1) % 12
-    is_evaluation = len(prompts) == 12
-    plain = -(len(response) // 8) + len(prompt) / 100
-    return None if is_evaluation and number == len(response) % 12 else plain
-"""
-    [judge_fn] = reward_file(tmp_path, CALLS.format(score=judge.strip()), "half_judge")
-    run = trained(judge_fn=judge_fn)
-    calls = calls_of(tmp_path / "half_judge.py.calls")[2:]
-    verdicts = {"before": [], "after": []}
-    for before, after in zip(*(zip(call[::2], call[1::2]) for call in calls), strict=True):
-        if None in [score for texts in (before, after) for _, _, score in texts]:
-            continue
-        for part, ((_, _, ours), (_, _, theirs)) in zip(verdicts, (before, after)):
-            verdicts[part].append(1.0 if ours > theirs else 0.5 if ours == theirs else 0.0)
-    for part in verdicts:
-        assert 0 < len(verdicts[part]) < 6
-        assert run.table[part]["win rate"] == pytest.approx(mean(verdicts[part]))
-        assert run.table[part]["no verdict"] == pytest.approx(1 - len(verdicts[part]) / 6)
+def test_a_post_without_a_verdict_does_not_count(rloo, script, monkeypatch):
+    """Neither before nor after training. The win rate is that of the others, here the first and the last."""
+    before, after = torch.tensor([1.0, math.nan, 0.0, 0.5]), torch.tensor([0.0, 1.0, math.nan, 1.0])
+    verdicts = iter([before, after])
+    monkeypatch.setattr(script, "load_judge", lambda *flags: lambda posts, responses: next(verdicts))
+    _, folder, _ = rloo(total_episodes=8)
+    table = evaluation_of(folder)
+    assert [table[part]["win rate"] for part in ("before", "after")] == [0.75, 0.5]
+    assert [table[part]["no verdict"] for part in ("before", "after")] == [0.5, 0.5]
 
 
 def test_a_judge_of_scores_sees_both_texts_with_their_prompt(script, tiny_lm):
