@@ -42,9 +42,6 @@ def test_without_a_penalty_nobody_has_a_reference(grpo, script, monkeypatch):
     assert not any("kl" in name and name.startswith("objective") for name in rows[0])
 
 
-# ---- Stop tokens -------------------------------------------------------------------------------------------
-
-
 def test_every_stop_token_of_the_model_ends_a_response(grpo, script, monkeypatch, tiny_lm, tmp_path):
     """Those of generation_config and EOS. The reward does not see their text."""
     rollouts = spy(monkeypatch, script, "rollout_tasks")

@@ -346,9 +346,6 @@ def test_sft_gradient_does_not_depend_on_micro_batches(sft):
     assert losses[1:] == pytest.approx([losses[0]] * 2)
 
 
-# ---- What is learned ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("pad", ["own", "eos"])
 def test_eos_is_learned(sft, tiny_lm, tmp_path, pad):
     """After overfitting four short texts, their samples end in EOS, also if pad is EOS."""
