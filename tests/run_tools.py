@@ -268,6 +268,21 @@ def rows_by_hand(tokenizer, b, responses, temperature):
     return rows
 
 
+def with_a_gap(sample_responses, B):
+    """sample_responses, whose log-probabilities are too low in updates, which have B responses.
+
+    By 0.01 at the first token, by 0.02 at the second one, ...
+    """
+
+    def sample_with_a_gap(*inputs):
+        b, responses = sample_responses(*inputs)
+        if len(responses) == B:
+            b["sampling_logprobs"] -= 0.01 * torch.arange(1, b["sampling_logprobs"].shape[1] + 1)
+        return b, responses
+
+    return sample_with_a_gap
+
+
 def plain_logprobs(model, row):
     """Log-probabilities of a response and entropies, by plain transformers, without padding. -> [T] each"""
     logits = model(torch.tensor([row.ids + row.tokens])).logits[0, len(row.ids) - 1 : -1]

@@ -104,16 +104,11 @@ def test_posts_of_the_evaluation(script, tokenizer, tmp_path, capsys):
     [post] = script.load_eval_posts([], tokenizer, args)
     assert texts_of(post, tokenizer) == ["P:", " a<|endoftext|>"]
     assert "1 of 4 rows, with a prompt and at most 300 tokens" in capsys.readouterr().out
+    with pytest.raises(script.UserError, match="has no row with a prompt and at most 2 tokens"):
+        script.load_eval_posts([], tokenizer, script.Args(eval_dataset_name=data, max_length=2))
     pairs, _ = script.load_pairs([dict(prompt="Q:", chosen=" c", rejected=" d")], tokenizer, args)
     [post] = script.load_eval_posts(pairs, tokenizer, script.Args())
     assert texts_of(post, tokenizer) == ["Q:", " c<|endoftext|>"]
-
-
-def test_no_posts(script, tokenizer, tmp_path):
-    rows = [dict(prompt="", completion=" a")]
-    args = script.Args(eval_dataset_name=write_rows(tmp_path / "posts", train=rows, test=rows))
-    with pytest.raises(script.UserError, match="has no row with a prompt"):
-        script.load_eval_posts([], tokenizer, args)
 
 
 # ---- Training ----------------------------------------------------------------------------------------------

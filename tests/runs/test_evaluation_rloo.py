@@ -4,9 +4,9 @@ The data are asymmetric: training, validation and test rows begin with other wor
 different lengths, some rows cannot be used, and some responses stop but not all.
 """
 
+import functools
 import math
 import statistics
-from functools import partial
 from statistics import fmean as mean
 from types import SimpleNamespace
 
@@ -29,6 +29,7 @@ from run_tools import (
     rows_of,
     spy,
     stop_after,
+    with_a_gap,
     wordy,
     write_rows,
 )
@@ -112,13 +113,10 @@ def calls_of(path):
 @pytest.fixture(scope="module")
 def trained(scripts, world, tiny_lm, tmp_path_factory):
     """trained(**changes) -> all about a run on asymmetric data, recorded; the same flags run only once."""
-    done = {}
 
+    @functools.cache
     def run(**changes):
-        key = repr(sorted(changes.items()))
-        if key not in done:
-            done[key] = recorded_run(scripts["rloo_tldr"], tmp_path_factory.mktemp("run"), changes)
-        return done[key]
+        return recorded_run(scripts["rloo_tldr"], tmp_path_factory.mktemp("run"), changes)
 
     root = tmp_path_factory.mktemp("trained")
     run.data = asymmetric_data(root / "data")
@@ -133,17 +131,8 @@ def trained(scripts, world, tiny_lm, tmp_path_factory):
             judge_fn=reward_file(folder, CALLS.format(score=JUDGE.strip()), "judge")[0],
         )
         args = maker(scripts, world, folder)("rloo_tldr", **(places | FLAGS | changes))
-        sample_responses = script.sample_responses
-
-        def sample_with_a_gap(*inputs):
-            """In updates, the sampler's log-probabilities are 0.01 too low, 0.02 at the second token, ..."""
-            b, responses = sample_responses(*inputs)
-            if len(responses) == P * K:
-                b["sampling_logprobs"] -= 0.01 * torch.arange(1, T + 1)
-            return b, responses
-
         with pytest.MonkeyPatch.context() as patch, handlers_kept():
-            patch.setattr(script, "sample_responses", sample_with_a_gap)
+            patch.setattr(script, "sample_responses", with_a_gap(script.sample_responses, P * K))
             rollouts = spy(patch, script, "rollout_groups")
             _, run_folder = script.train(args)
         names = ("before", "update 1", "update 2", "after")
@@ -508,7 +497,7 @@ def test_a_judge_of_scores_sees_both_texts_with_their_prompt(script, tiny_lm):
         return script.compare_scores(get_scores, tokenizer, posts, [" x"] * len(posts)).tolist()
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
-    get_scores = partial(script.score_responses, {"score": score}, None, torch.device("cpu"))
+    get_scores = functools.partial(script.score_responses, {"score": score}, None, torch.device("cpu"))
     prompts = ["x x y", "y y x", "x y", "z y y", "x", "x ?"]
     verdicts = judge(prompts, [" y"] * 6)
     assert verdicts[:5] == [1.0, 0.0, 0.5, 0.0, 1.0] and math.isnan(verdicts[5])
