@@ -4,7 +4,17 @@ import math
 
 import pytest
 import torch
-from run_tools import distance, eos_prone, evaluation_of, rows_of, spy, timeless, weights, write_rows
+from run_tools import (
+    distance,
+    eos_prone,
+    evaluation_of,
+    reward_file,
+    rows_of,
+    spy,
+    timeless,
+    weights,
+    write_rows,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
@@ -93,6 +103,11 @@ def test_rows_that_are_left_out_are_counted(script, tokenizer):
     pairs, counts = load(script, tokenizer, *rows, max_length=longest)
     assert pairs == [["P:", " a b<|endoftext|>", " b<|endoftext|>"]]
     assert counts == f"1 of 10 rows, 2 have more than {longest} tokens"
+
+
+def test_no_rows(script, tokenizer):
+    with pytest.raises(script.UserError, match="no row has two different responses.*columns are none"):
+        load(script, tokenizer)
 
 
 def test_posts_of_the_evaluation(script, tokenizer, tmp_path, capsys):
@@ -281,6 +296,12 @@ def test_without_a_judge_and_without_other_posts(dpo):
     evaluation = evaluation_of(folder)
     assert "win rate" not in evaluation["after"] and evaluation["n"] == 4
     assert {row["score"] for row in rows_of(folder, "evaluation_samples.jsonl")} == {None}
+
+
+def test_a_judge_that_forgets_a_response(dpo, script, tmp_path):
+    [judge_fn] = reward_file(tmp_path, "return [1.0] * (len(completions) - 1)")
+    with pytest.raises(script.UserError, match="3 numbers for 4 responses"):
+        dpo(judge_fn=judge_fn)
 
 
 def test_a_model_with_other_probabilities_is_refused(script, small, tiny_lm, tmp_path):

@@ -106,6 +106,12 @@ def test_sft_model_path_is_the_policy(rloo, tiny_lm, tmp_path):
     assert same(weights(folder / "model"), weights(tmp_path / "sft"))
 
 
+def test_the_reference_of_lora_is_the_base_model(rloo):
+    """The policy without its adapter, which learns: the KL is 0 before the first step, but not after it."""
+    _, _, rows = rloo(lora_r=4, learning_rate=0.05)
+    assert rows[0]["objective/kl"] == 0 and abs(rows[1]["objective/kl"]) > 1e-3
+
+
 # ---- TRL's page --------------------------------------------------------------------------------------------
 
 COMMANDS = {
