@@ -85,6 +85,17 @@ BY_HEART = [  # dialogs that a model learns by heart: some answers are questions
     (["Where is the café?", "Déjà vu: the café is 3 € away."], [2, 1]),  # some letters are 2 or 3 tokens
     (["It is cold here.", "Why do you not close the window?"], [1, 2]),
 ]
+DIALOGS = [  # for fine-tuning and classifiers: some can be used, some in part, some not at all
+    dict(dialog=["Who  are\nyou?", "I am Leo.", "Then come in."], act=[2, 1, 3]),
+    dict(dialog=["Fine.", " "], act=[1, 1]),
+    dict(dialog=["Alone."], act=[1]),
+    dict(dialog=["Is it?", "It is."], act=[2, 1, 3]),
+    dict(dialog=["Was it?", "It was."], act=None),
+    dict(dialog=None, act=[1, 2]),
+    dict(dialog=["Yes.", None], act=[1, 2]),
+    dict(dialog=["One.", "Two.", "Three."], act=[1, None, 4]),
+    dict(dialog=["Four.", "Five."], act=[1, None]),
+]
 
 
 # ---- Run folders -------------------------------------------------------------------------------------------
@@ -255,6 +266,21 @@ def rows_by_hand(tokenizer, b, responses, temperature):
             )
         )
     return rows
+
+
+def with_a_gap(sample_responses, B):
+    """sample_responses, whose log-probabilities are too low in updates, which have B responses.
+
+    By 0.001 at the first token, by 0.002 at the second one, ...: so little that other differences show.
+    """
+
+    def sample_with_a_gap(*inputs):
+        b, responses = sample_responses(*inputs)
+        if len(responses) == B:
+            b["sampling_logprobs"] -= 0.001 * torch.arange(1, b["sampling_logprobs"].shape[1] + 1)
+        return b, responses
+
+    return sample_with_a_gap
 
 
 def plain_logprobs(model, row):

@@ -196,7 +196,7 @@ ppo_sentiment.reference_logprobs: no temperature in the reference (trap 11)
   - response_logprobs(ref_model, *inputs)
   + response_logprobs(ref_model, *inputs[:3], 1.0)
 ppo_dialog.rollout_answers: no temperature in the old log-probabilities (trap 11, UserError)
-  runs/test_ppo_dialog.py::test_the_sampled_distribution_is_the_scored_one
+  runs/test_chat.py::test_flags_of_a_chat
   - ], t, args.temperature
   + ], t, 1.0
 rloo_tldr.sample_next: top-k in rollouts (trap 12)

@@ -141,11 +141,7 @@ def test_flags_of_a_chat(chat_args, dialog, script, talker):
         assert (args.utterance_end, args.num_context_utterances) == ("eos", 2)
         assert (args.temperature, args.response_length) == (0.6, 5)
         assert model_name == str(folder / "model")
-    for name in (
-        "checkpoints/dialogs-lm",
-        "./checkpoints/dialogs-lm/",
-        f"{ROOT}/docs/../checkpoints/dialogs-lm",
-    ):
+    for name in ("checkpoints/dialogs-lm", f"{ROOT}/docs/../checkpoints/dialogs-lm"):
         args, _ = chat_args(name)
         assert (args.utterance_end, args.num_context_utterances) == ("eos", 8)
     assert chat_args(talker.model) == (script.Args(model_name_or_path=talker.model), talker.model)

@@ -4,7 +4,17 @@ import math
 
 import pytest
 import torch
-from run_tools import distance, eos_prone, evaluation_of, rows_of, spy, weights, write_rows
+from run_tools import (
+    distance,
+    eos_prone,
+    evaluation_of,
+    reward_file,
+    rows_of,
+    spy,
+    timeless,
+    weights,
+    write_rows,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
@@ -109,16 +119,11 @@ def test_posts_of_the_evaluation(script, tokenizer, tmp_path, capsys):
     [post] = script.load_eval_posts([], tokenizer, args)
     assert texts_of(post, tokenizer) == ["P:", " a<|endoftext|>"]
     assert "1 of 4 rows, with a prompt and at most 300 tokens" in capsys.readouterr().out
+    with pytest.raises(script.UserError, match="has no row with a prompt and at most 2 tokens"):
+        script.load_eval_posts([], tokenizer, script.Args(eval_dataset_name=data, max_length=2))
     pairs, _ = script.load_pairs([dict(prompt="Q:", chosen=" c", rejected=" d")], tokenizer, args)
     [post] = script.load_eval_posts(pairs, tokenizer, script.Args())
     assert texts_of(post, tokenizer) == ["Q:", " c<|endoftext|>"]
-
-
-def test_no_posts(script, tokenizer, tmp_path):
-    rows = [dict(prompt="", completion=" a")]
-    args = script.Args(eval_dataset_name=write_rows(tmp_path / "posts", train=rows, test=rows))
-    with pytest.raises(script.UserError, match="has no row with a prompt"):
-        script.load_eval_posts([], tokenizer, args)
 
 
 # ---- Training ----------------------------------------------------------------------------------------------
@@ -167,28 +172,16 @@ def test_the_reference_is_the_start(dpo, script, monkeypatch, tiny_lm, tiny_pair
     assert abs(metrics[0]["rewards/margins"]) < 1e-4 < abs(metrics[-1]["rewards/margins"])
 
 
-def test_metrics_of_an_update(dpo, script, monkeypatch):
-    """They are means over all pairs of the batch, not over micro-batches; the last one has fewer pairs."""
-    calls = spy(monkeypatch, script, "pair_metrics")
-    losses = spy(monkeypatch, script, "dpo_loss")
-    _, _, metrics = dpo(num_train_epochs=1.0, per_device_train_batch_size=6, learning_rate=3e-3)
-    assert len(metrics) == 8
-    for row, (_, columns), (_, loss) in zip(metrics, calls, losses):
-        assert row["loss"] == pytest.approx(loss.mean().item(), abs=1e-5)
-        for name, x in columns.items():
-            assert row[name] == pytest.approx(x.mean().item(), abs=1e-4)
-
-
 def test_the_gradient_does_not_depend_on_micro_batches(dpo):
-    """8 pairs at once, or 2 at a time."""
+    """8 pairs at once, or 2 at a time. The metrics do not depend on it either."""
     flags = dict(optimizer="torch.optim.SGD", learning_rate=0.05, num_train_epochs=0.5)
     _, whole, rows = dpo("whole", per_device_train_batch_size=8, **flags)
     parts = dict(per_device_train_batch_size=2, gradient_accumulation_steps=4)
     _, parts, other_rows = dpo("parts", **parts, **flags)
     assert distance(weights(whole / "model"), weights(parts / "model")) < 1e-5
-    for row, other in zip(rows, other_rows, strict=True):
-        assert row["loss"] == pytest.approx(other["loss"], abs=1e-5)
-        assert row["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-3)
+    assert len(rows) == 3  # in the first one, all margins are 0 up to rounding
+    for row, other in zip(timeless(rows[1:]), timeless(other_rows[1:]), strict=True):
+        assert row == pytest.approx(other, rel=1e-3, abs=1e-5)
 
 
 # ---- Evaluation --------------------------------------------------------------------------------------------
@@ -306,11 +299,9 @@ def test_without_a_judge_and_without_other_posts(dpo):
 
 
 def test_a_judge_that_forgets_a_response(dpo, script, tmp_path):
-    (tmp_path / "judge.py").write_text(
-        "def f(completions, **rest):\n    return [1.0] * (len(completions) - 1)\n"
-    )
+    [judge_fn] = reward_file(tmp_path, "return [1.0] * (len(completions) - 1)")
     with pytest.raises(script.UserError, match="3 numbers for 4 responses"):
-        dpo(judge_fn=f"{tmp_path}/judge.py:f")
+        dpo(judge_fn=judge_fn)
 
 
 def test_a_model_with_other_probabilities_is_refused(script, small, tiny_lm, tmp_path):

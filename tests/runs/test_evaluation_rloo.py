@@ -4,12 +4,9 @@ The data are asymmetric: training, validation and test rows begin with other wor
 different lengths, some rows cannot be used, and some responses stop but not all.
 """
 
-import contextlib
-import io
+import functools
 import math
 import statistics
-from dataclasses import replace
-from functools import partial
 from statistics import fmean as mean
 from types import SimpleNamespace
 
@@ -32,6 +29,7 @@ from run_tools import (
     rows_of,
     spy,
     stop_after,
+    with_a_gap,
     wordy,
     write_rows,
 )
@@ -115,13 +113,10 @@ def calls_of(path):
 @pytest.fixture(scope="module")
 def trained(scripts, world, tiny_lm, tmp_path_factory):
     """trained(**changes) -> all about a run on asymmetric data, recorded; the same flags run only once."""
-    done = {}
 
+    @functools.cache
     def run(**changes):
-        key = repr(sorted(changes.items()))
-        if key not in done:
-            done[key] = recorded_run(scripts["rloo_tldr"], tmp_path_factory.mktemp("run"), changes)
-        return done[key]
+        return recorded_run(scripts["rloo_tldr"], tmp_path_factory.mktemp("run"), changes)
 
     root = tmp_path_factory.mktemp("trained")
     run.data = asymmetric_data(root / "data")
@@ -136,13 +131,10 @@ def trained(scripts, world, tiny_lm, tmp_path_factory):
             judge_fn=reward_file(folder, CALLS.format(score=JUDGE.strip()), "judge")[0],
         )
         args = maker(scripts, world, folder)("rloo_tldr", **(places | FLAGS | changes))
-        screen = io.StringIO()
         with pytest.MonkeyPatch.context() as patch, handlers_kept():
-            patch.setenv("COLUMNS", "200")
+            patch.setattr(script, "sample_responses", with_a_gap(script.sample_responses, P * K))
             rollouts = spy(patch, script, "rollout_groups")
-            tables = spy(patch, script.Run, "table")
-            with contextlib.redirect_stdout(screen):
-                model, run_folder = script.train(args)
+            _, run_folder = script.train(args)
         names = ("before", "update 1", "update 2", "after")
         tokenizer = AutoTokenizer.from_pretrained(run.lm)
         parts = {}
@@ -151,10 +143,7 @@ def trained(scripts, world, tiny_lm, tmp_path_factory):
             assert [row.prompt for row in parts[name]] == prompts_of(inputs, responses)
         return SimpleNamespace(
             args=args,
-            model=model,
             folder=run_folder,
-            screen=screen.getvalue(),
-            tables=[inputs[1:] for inputs, _ in tables],  # title, rows
             metrics=rows_of(run_folder),
             table=evaluation_of(run_folder),
             samples=rows_of(run_folder, "evaluation_samples.jsonl"),
@@ -332,20 +321,7 @@ def test_the_fixture_is_asymmetric(trained):
     rows = run.parts["update 1"] + run.parts["update 2"]
     assert any(row.ended and len(row.tokens) == T for row in rows)  # EOS on the last allowed token
     assert abs(run.metrics[1]["objective/kl"]) > 0.01
-    equal_groups = []  # of both updates: raw, after clipping, after the penalty; of other groups of 3
-    for number in (1, 2):
-        rows = run.parts[f"update {number}"]
-        raw = [score for _, _, score in run.reward_calls[number]]
-        clipped = [min(max(score, -2.0), 2.0) for score in raw]
-        penalized, _ = rewards_by_hand(run.args, rows, raw, [0.0] * 12)
-        equal = []
-        for scores in (raw, clipped, penalized):
-            equal.append(sum(len(set(group)) == 1 for group in grouped(rows, scores)))
-        equal.append(sum(len(set(raw[i::P])) == 1 for i in range(P)))
-        equal_groups.append(equal)
-    assert any(0 < equal[0] < equal[1] < P for equal in equal_groups)
-    assert any(equal[2] < equal[0] for equal in equal_groups)
-    assert any(equal[3] != equal[0] for equal in equal_groups)
+    assert any(0 < row["frac_reward_zero_std"] < 1 for row in run.metrics)
     assert run.table["before"]["distinct bigrams"] < 1
     assert run.table["after"]["distinct bigrams"] != run.table["before"]["distinct bigrams"]
 
@@ -364,26 +340,6 @@ def test_every_training_post_is_used_once_per_epoch(trained):
         assert all(len(set(group)) > 1 for group in grouped(rows, [tuple(row.tokens) for row in rows]))
     assert sorted(seen) == usable
     assert seen != usable
-
-
-def test_the_gap_between_sampling_and_training_is_measured(rloo, script, monkeypatch):
-    """Mean and maximum of the differences of log-probabilities, over the tokens of the responses only."""
-    sample_responses = script.sample_responses
-    tokens = []
-
-    def with_a_gap(*inputs):
-        b, responses = sample_responses(*inputs)
-        b["sampling_logprobs"][1, 0] -= 3
-        b["sampling_logprobs"][2] += 1
-        b["sampling_logprobs"][~script.length_mask(b["lengths"], 6)] = 1000.0
-        tokens.append(b["lengths"].tolist())
-        return b, responses
-
-    monkeypatch.setattr(script, "sample_responses", with_a_gap)
-    _, _, [row] = rloo(learning_rate=0.0, total_episodes=8, missing_eos_penalty=None)
-    lengths = tokens[1]  # of the rollout, after those of the evaluation
-    assert row["sampling/logprob_gap_max"] == pytest.approx(3, abs=1e-3)
-    assert row["sampling/logprob_gap_mean"] == pytest.approx((3 + lengths[2]) / sum(lengths), abs=1e-3)
 
 
 # ---- The evaluation, by hand -------------------------------------------------------------------------------
@@ -438,26 +394,8 @@ def test_the_final_table_by_hand(trained, part):
     for name, x in expected.items():
         assert run.table[part][name] == pytest.approx(x, rel=1e-3, abs=1e-5), name
     assert 0 < expected["ended by itself"] < 1 and 0 < expected["win rate"] < 1
-
-
-def test_what_is_on_the_screen(trained):
-    """The responses to the first post of each batch, and the final tables; the rest of evaluation.json."""
-    run = trained()
-    comparison = [
-        dict(metric=name, before=x, after=run.table["after"][name]) for name, x in run.table["before"].items()
-    ]
-    expected = []
-    for update in (1, 2):
-        rows = [row for row in run.lines if row["update"] == update]
-        texts = [{name: row[name] for name in ("prompt", "response", "score")} for row in rows]
-        expected.append((f"samples of update {update}", texts))
-    expected += [("held-out posts", run.samples[:3]), ("6 held-out posts", comparison)]
-    assert run.tables == expected
-    assert list(run.table) == ["before", "after", "n", "judge", "decoding"]
     assert (run.table["n"], run.table["judge"]) == (6, run.args.judge_fn)
     assert run.table["decoding"] == "sampling, temperature 0.8, at most 9 tokens"
-    for name in ("KL, nats per response", "score mean"):
-        assert abs(run.table["before"][name] - run.table["after"][name]) > 1e-3, name
 
 
 def test_the_posts_of_the_evaluation(trained):
@@ -474,8 +412,6 @@ def test_the_posts_of_the_evaluation(trained):
     assert prompts != sorted(prompts)  # random order
     for row in run.samples:
         assert row["reference"] == references[row["prompt"]]
-    for call in (0, -1):  # what the reward saw before and after
-        assert [prompt for prompt, _, _ in run.reward_calls[call]] == prompts
 
 
 def test_evaluation_samples(trained):
@@ -511,30 +447,6 @@ def test_a_run_without_a_judge(trained):
     assert "judge/scores" not in run.metrics[0]
 
 
-def test_the_live_adapter_is_what_is_saved(rloo, script, monkeypatch):
-    """LoRA: the last evaluation and model/, in plain transformers, give the same log-probabilities."""
-    rollouts = spy(monkeypatch, script, "rollout_groups")
-    loaded = spy(monkeypatch, script, "load_reference")
-    _, folder, rows = rloo(lora_r=4, learning_rate=0.05)
-    [(_, reference)] = loaded
-    assert reference is None  # the policy without its adapter: the KL starts at 0
-    assert rows[0]["objective/kl"] == 0 and abs(rows[1]["objective/kl"]) > 1e-3
-    merged = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-    gaps = []
-    for inputs, (b, responses) in (rollouts[0], rollouts[-1]):
-        for i, prompt in enumerate(prompts_of(inputs, responses)):
-            n = b["lengths"][i]
-            tokens = b["ids"][i, -6:][:n].tolist()
-            row = SimpleNamespace(ids=tokenizer(prompt).input_ids, tokens=tokens, temperature=0.7)
-            with torch.no_grad():
-                gaps.append((plain_logprobs(merged, row)[0] - b["logprobs"][i, :n]).abs().max().item())
-    assert max(gaps[4:]) < 1e-3 < 1e-2 < max(gaps[:4])
-
-
-# ---- The data ----------------------------------------------------------------------------------------------
-
-
 def test_a_response_that_completes_a_character(script):
     """A prompt may end inside a character (Llama, Mistral). The response then begins with that character."""
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"t": 256, "h": 257, "i": 258, "<e>": 259}
@@ -554,30 +466,15 @@ def test_a_response_that_completes_a_character(script):
 # ---- Judges ------------------------------------------------------------------------------------------------
 
 
-def test_a_post_without_a_verdict_does_not_count(trained, tmp_path):
-    """Neither before nor after training. The win rate is that of the others."""
-    judge = """
-calls = []
-def score(prompt, response):
-    calls.append(1)
-    number = (len(calls) - 1) % 12
-    is_evaluation = len(prompts) == 12
-    plain = -(len(response) // 8) + len(prompt) / 100
-    return None if is_evaluation and number == len(response) % 12 else plain
-"""
-    [judge_fn] = reward_file(tmp_path, CALLS.format(score=judge.strip()), "half_judge")
-    run = trained(judge_fn=judge_fn)
-    calls = calls_of(tmp_path / "half_judge.py.calls")[2:]
-    verdicts = {"before": [], "after": []}
-    for before, after in zip(*(zip(call[::2], call[1::2]) for call in calls), strict=True):
-        if None in [score for texts in (before, after) for _, _, score in texts]:
-            continue
-        for part, ((_, _, ours), (_, _, theirs)) in zip(verdicts, (before, after)):
-            verdicts[part].append(1.0 if ours > theirs else 0.5 if ours == theirs else 0.0)
-    for part in verdicts:
-        assert 0 < len(verdicts[part]) < 6
-        assert run.table[part]["win rate"] == pytest.approx(mean(verdicts[part]))
-        assert run.table[part]["no verdict"] == pytest.approx(1 - len(verdicts[part]) / 6)
+def test_a_post_without_a_verdict_does_not_count(rloo, script, monkeypatch):
+    """Neither before nor after training. The win rate is that of the others, here the first and the last."""
+    before, after = torch.tensor([1.0, math.nan, 0.0, 0.5]), torch.tensor([0.0, 1.0, math.nan, 1.0])
+    verdicts = iter([before, after])
+    monkeypatch.setattr(script, "load_judge", lambda *flags: lambda posts, responses: next(verdicts))
+    _, folder, _ = rloo(total_episodes=8)
+    table = evaluation_of(folder)
+    assert [table[part]["win rate"] for part in ("before", "after")] == [0.75, 0.5]
+    assert [table[part]["no verdict"] for part in ("before", "after")] == [0.5, 0.5]
 
 
 def test_a_judge_of_scores_sees_both_texts_with_their_prompt(script, tiny_lm):
@@ -600,7 +497,7 @@ def test_a_judge_of_scores_sees_both_texts_with_their_prompt(script, tiny_lm):
         return script.compare_scores(get_scores, tokenizer, posts, [" x"] * len(posts)).tolist()
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
-    get_scores = partial(script.score_responses, {"score": score}, None, torch.device("cpu"))
+    get_scores = functools.partial(script.score_responses, {"score": score}, None, torch.device("cpu"))
     prompts = ["x x y", "y y x", "x y", "z y y", "x", "x ?"]
     verdicts = judge(prompts, [" y"] * 6)
     assert verdicts[:5] == [1.0, 0.0, 0.5, 0.0, 1.0] and math.isnan(verdicts[5])
@@ -618,27 +515,13 @@ def test_a_chat_judge_reads_the_text_of_a_chat(script, chat_with):
     assert "system: Be brief.\n\nuser: What is\n2 + 3?" in question and "{" not in question
 
 
-def test_a_chat_judge_in_a_run(trained, chat_with):
-    """It is asked about each evaluated post twice, never about training posts; --judge-fn is still logged."""
-    flags, asked = chat_with(lambda question: "A" if "Exam 2" in question[:200] else "B")
-    run = trained(**flags)
-    assert run.table["judge"] == "m"
-    assert len(asked) == 12 and not any("Train" in question for question, _ in asked)
-    for part, name in ((asked[:6], "before"), (asked[6:], "after")):
-        for row in run.samples:
-            [question] = [text for text, _ in part if row["prompt"] in text]
-            pairs = [(row[name], row["reference"]), (row["reference"], row[name])]
-            assert any(f"Summary A: {a.strip()}\n\nSummary B: {b.strip()}\n" in question for a, b in pairs)
-    assert len(run.judge_calls) == 2  # one per rollout
-    for number in (1, 2):
-        scores = [score for _, _, score in run.judge_calls[number - 1]]
-        assert run.metrics[number - 1]["judge/scores"] == pytest.approx(mean(scores))
+def test_a_paid_judge_is_asked_once(script, small, world, chat_with, monkeypatch):
+    """About each summary, at the end: not in a run that was stopped, and not twice when it is resumed.
 
-
-def test_a_paid_judge_is_asked_once(script, small, chat_with, monkeypatch):
-    """About each summary, at the end: not in a run that was stopped, and not twice when it is resumed."""
+    --judge-fn costs nothing, so it judges each update.
+    """
     flags, asked = chat_with(lambda question: "A")
-    args = small("rloo_tldr", **flags)
+    args = small("rloo_tldr", judge_fn=world.verifier, **flags)
     with monkeypatch.context() as patch:
         stop_after(patch, script, update=1)
         with pytest.raises(SystemExit):
@@ -647,22 +530,4 @@ def test_a_paid_judge_is_asked_once(script, small, chat_with, monkeypatch):
     _, folder = script.train(script.parse_args(["--resume", args.output_dir]))
     assert len(asked) == 2 * args.num_eval_prompts == 8
     assert evaluation_of(folder)["judge"] == "m"
-
-
-def test_the_verb_judge_judges_what_training_judges(script, trained, tmp_path, monkeypatch, capsys):
-    """Posts, random numbers and win rate of the table: before for the first model, after for model/."""
-    run = trained()
-    for part, policy in (("before", trained.lm), ("after", str(run.folder / "model"))):
-        (tmp_path / part).mkdir()
-        [judge] = reward_file(tmp_path / part, CALLS.format(score=JUDGE.strip()), f"judge_{part}")
-        flags = dict(judge_fn=judge, output_dir=None, reward_fn=["no.py:f"], model_name_or_path=policy)
-        with pytest.raises(script.UserError, match="use --sft-model-path None and no --resume"):
-            script.judge_policy(replace(run.args, **flags, sft_model_path=trained.lm))
-        result = script.judge_policy(replace(run.args, **flags))
-        assert set(result) == {"win rate", "+- (95 % interval)", "ties", "no verdict"}
-        assert result == {name: pytest.approx(run.table[part][name]) for name in result}
-        [call] = calls_of(tmp_path / part / f"judge_{part}.py.calls")
-        judged(call, run.samples, [row[part] for row in run.samples])
-        line = f"Model win rate: {result['win rate']:.2%} +- {result['+- (95 % interval)']:.2%} ("
-        line += f"{result['ties']:.1%} ties, 0.0% without verdict), n = 6, judge {judge}, sampling, "
-        assert line + "temperature 0.8, at most 9 tokens" in capsys.readouterr().out
+    assert "judge/scores" in rows_of(folder)[0]

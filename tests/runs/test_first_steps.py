@@ -9,9 +9,6 @@ from transformers import AutoTokenizer
 pytest_plugins = ["run_fixtures"]
 
 
-# ---- Flags -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "name, field",
     [("ppo_sentiment", "model_name_or_path"), ("rloo_tldr", "sft_model_path"), ("sft", "from_config")],
@@ -29,9 +26,6 @@ def test_a_named_model_means_the_published_defaults(scripts, name, field):
     assert script.parse_args([]) == tiny
 
 
-# ---- BOS ---------------------------------------------------------------------------------------------------
-
-
 def test_bos_in_documents_of_sft(scripts, bang_lm):
     """The model reads it once, at the beginning."""
     sft, tokenizer = scripts["sft"], AutoTokenizer.from_pretrained(bang_lm(bos=True))
@@ -45,9 +39,6 @@ def test_bos_in_documents_of_sft(scripts, bang_lm):
     document, labels = sft.make_document(row, tokenizer, sft.Args(), {})
     assert document == [bos, *film, *good, eos]
     assert labels == [-100] * (1 + len(film)) + [*good, eos]
-
-
-# ---- Trackers ----------------------------------------------------------------------------------------------
 
 
 def test_tensorboard(ppo):

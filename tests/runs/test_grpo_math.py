@@ -42,9 +42,6 @@ def test_without_a_penalty_nobody_has_a_reference(grpo, script, monkeypatch):
     assert not any("kl" in name and name.startswith("objective") for name in rows[0])
 
 
-# ---- Stop tokens -------------------------------------------------------------------------------------------
-
-
 def test_every_stop_token_of_the_model_ends_a_response(grpo, script, monkeypatch, tiny_lm, tmp_path):
     """Those of generation_config and EOS. The reward does not see their text."""
     rollouts = spy(monkeypatch, script, "rollout_tasks")
@@ -154,21 +151,21 @@ def test_a_row_with_an_empty_part_of_its_prompt_is_skipped(load):
     assert [task["columns"]["number"] for task in tasks] == [0, 4]
 
 
-@pytest.mark.parametrize("num_train_rows, num_used, hard", [(3, 3, True), (99, 12, False)])
-def test_which_rows_are_used(script, tiny_lm, tmp_path, num_train_rows, num_used, hard):
+def test_which_rows_are_used(script, tiny_lm, tmp_path):
     """Training tasks are drawn at random, because a file may be sorted. What is kept is counted."""
-    splits = dict(train=range(12), test=range(12, 17))
-    rows = {split: [dict(prompt=f"{i}") for i in numbers] for split, numbers in splits.items()}
-    data = write_rows(tmp_path / "data", **rows)
-    flags = dict(num_train_rows=num_train_rows, num_eval_prompts=4, hard_dataset_name=data if hard else None)
-    args = script.Args(dataset_name=data, system_prompt=None, **flags)
-    train, held_out, counts = script.load_all_tasks(args, script.load_tokenizer(tiny_lm()))
-    numbers = {int(task["prompt"]) for task in train}
-    assert len(numbers) == len(train) == num_used and max(numbers) in range(3, 12)
-    assert len(held_out) == 1 + hard
-    for tasks in held_out.values():
-        assert len({int(task["prompt"]) for task in tasks} & {*splits["test"]}) == len(tasks) == 4
-    assert counts.startswith(f"{num_used} of {num_used} training, 5 of 5 held-out")
+    train, test = ([dict(prompt=f"{i}") for i in numbers] for numbers in (range(12), range(12, 17)))
+    args = script.Args(
+        dataset_name=write_rows(tmp_path / "data", train=train, test=test),
+        system_prompt=None,
+        num_train_rows=3,
+        num_eval_prompts=4,
+    )
+    tasks, held_out, counts = script.load_all_tasks(args, script.load_tokenizer(tiny_lm()))
+    numbers = {int(task["prompt"]) for task in tasks}
+    assert len(numbers) == len(tasks) == 3 and 3 <= max(numbers) < 12
+    [held_out] = held_out.values()
+    assert len({int(task["prompt"]) for task in held_out} & {*range(12, 17)}) == len(held_out) == 4
+    assert counts.startswith("3 of 3 training, 5 of 5 held-out")
 
 
 # ---- Recipes and published data ----------------------------------------------------------------------------

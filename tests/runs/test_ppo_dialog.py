@@ -12,28 +12,13 @@ from statistics import fmean
 import pytest
 import torch
 from conftest import EOS
-from run_tools import evaluation_of, rows_of, spy, write_rows
+from run_tools import evaluation_of, rows_of, write_rows
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
 SCRIPT = "ppo_dialog"
 CPU = torch.device("cpu")
 LIMIT = 32  # tokens: the talker's longest answer has 30
-
-
-@pytest.fixture
-def rollouts(script, monkeypatch):
-    """The calls of rollout_answers: the evaluation before training, one per update, the one after.
-
-    Arguments: model, reference, tokenizer, is_end, get_reward_parts, batch. Result: b, answers.
-    """
-    return spy(monkeypatch, script, "rollout_answers")
-
-
-def batch_of(call):
-    """The batch that a call of rollout_answers got."""
-    (*_, batch), _ = call
-    return batch
 
 
 @pytest.fixture
@@ -52,26 +37,6 @@ def load_turns(script, rows, tokenizer, **flags):
     """The turns of these dialogs, for a classifier of four acts."""
     acts = ["inform", "question", "directive", "commissive"]
     return script.load_turns(rows, tokenizer, acts, script.Args(**flags))
-
-
-# ---- The first update --------------------------------------------------------------------------------------
-
-
-def test_the_sampled_distribution_is_the_scored_one(talk, script, talker, rollouts):
-    """Trick 11: tokens come from softmax(logits / temperature), and all log-probabilities are of that."""
-    talk(learning_rate=0.0, temperature=0.7)
-    model = AutoModelForCausalLM.from_pretrained(talker.model).eval()
-    uniforms, (b, _) = batch_of(rollouts[1])["uniforms"], rollouts[1][1]
-    for i in range(8):  # one by one, without padding, in plain transformers
-        n = b["lengths"][i].item()
-        ids = b["ids"][i][b["mask"][i]]
-        tokens = ids[-n:]
-        with torch.no_grad():
-            logits = model(ids[None]).logits[0, -n - 1 : -1] / 0.7
-        assert torch.equal(script.sample_tokens(logits.softmax(-1), uniforms[i, :n]), tokens)
-        expected = logits.log_softmax(-1).gather(1, tokens[:, None]).squeeze(1)
-        for name in ("logprobs", "ref_logprobs", "sampling_logprobs"):
-            torch.testing.assert_close(b[name][i, :n], expected, atol=1e-3, rtol=1e-3)
 
 
 # ---- Prompts -----------------------------------------------------------------------------------------------
@@ -138,8 +103,8 @@ def test_a_prompt_is_the_beginning_of_its_document(
     assert next(turns, None) is None
 
 
-def test_acts_must_be_those_of_the_classifier(script, tiny_lm):
-    """From 1 to 4: an act of 0 is an error. Turns without an act and blank utterances are left out."""
+def test_which_turns_are_used(script, tiny_lm):
+    """Turns without an act are left out, and so are dialogs with a blank utterance."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
     good = dict(dialog=["Hi.", "Ho.", "Hum."], act=[1, 2, 4])
     rows = [good, good | dict(act=[1, 2]), good | dict(dialog=["Hi.", " ", "Hum."]), dict(dialog=["Hi."])]
@@ -147,11 +112,6 @@ def test_acts_must_be_those_of_the_classifier(script, tiny_lm):
     turns = load_turns(script, rows, tokenizer)
     assert [(turn.reference, turn.act) for turn in turns] == [("Ho.", 2), ("Hum.", 4), ("Hum.", 3)]
     assert script.count_turns(rows) == 4 * 2
-    with pytest.raises(script.UserError, match="act 0, but the classifier knows 1 to 4"):
-        load_turns(script, [good, good | dict(act=[0, 1, 0])], tokenizer)
-    for rows in ([dict(text="Hi.")], [dict(dialog=["Hi.", "Ho."])]):
-        with pytest.raises(script.UserError, match="no row has a column dialog .* and a column act"):
-            load_turns(script, rows, tokenizer)
 
 
 def test_what_is_left_out_is_counted(dialog, tmp_path, capsys):
@@ -303,26 +263,6 @@ def test_words_of_several_sentences(script):
     # Six matches in four chunks: "See you", ".", "No problem", ".".
     assert meteor("No problem. See you.", "See you. No problem.") == pytest.approx(1 - 0.5 * (4 / 6) ** 3)
     assert script.distinct_ngrams(["I see. You see."], 1) == 4 / 6
-
-
-# ---- Answers -----------------------------------------------------------------------------------------------
-
-
-def test_answers_are_what_was_generated(talk, rollouts):
-    """Tokens, lengths and answers belong together. A dialog that the model knows gets its own reference."""
-    _, _, rows = talk(learning_rate=0.0, temperature=0.5)
-    (_, _, tokenizer, _, _, batch), (b, answers) = rollouts[1]
-    tokens = b["ids"][:, -LIMIT:]
-    for turn, answer, row, n in zip(batch["turns"], answers, tokens, b["lengths"].tolist()):
-        assert tokenizer.decode(row[:n]) == f" {answer} <EOU>"
-        assert answer == turn.reference
-        assert row[:n].tolist() == turn.reference_tokens
-    assert torch.equal(b["mask"][:, -LIMIT:].sum(1), b["lengths"])
-    assert b["stopped"].all()
-    assert rows[0]["val/num_eos_tokens"] == 8
-    assert rows[0]["completions/clipped_ratio"] == 0
-    assert rows[0]["completions/mean_length"] == b["lengths"].float().mean()
-    assert rows[0]["meteor"] > 0.99
 
 
 # ---- The final table ---------------------------------------------------------------------------------------

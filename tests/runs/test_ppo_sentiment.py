@@ -6,7 +6,6 @@ Some tests also run the other RL scripts, where all must behave alike.
 import math
 import shutil
 
-import peft
 import pytest
 import torch
 import transformers
@@ -108,29 +107,9 @@ def test_nothing_after_the_end_is_read(scripts, small, monkeypatch, tiny_lm, tmp
     assert rows[0]["completions/min_length"] < rows[0]["completions/max_length"]
 
 
-# ---- LoRA --------------------------------------------------------------------------------------------------
+# ---- LoRA, memory and precision ----------------------------------------------------------------------------
 
 LORA = dict(lora_r=4, lora_alpha=8)
-
-
-def test_lora_trains_only_the_adapter(ppo, tiny_lm):
-    """Adapter and value head move. model/ is the base model with adapter/ merged into it."""
-    model, folder, metrics = ppo(**LORA)
-    assert metrics[0]["objective/kl"] == 0
-    trained = load_file(folder / "checkpoints/000001/trained.safetensors")
-    assert all("lora_" in name or "value_head" in name for name in trained)
-    assert all(x.abs().max() > 0 for name, x in trained.items() if "lora_B" in name)
-    assert model.value_head.weight.abs().min() > 0
-
-    plain = AutoModelForCausalLM.from_pretrained(tiny_lm())
-    adapted = peft.PeftModel.from_pretrained(plain, folder / "adapter").eval()
-    merged = AutoModelForCausalLM.from_pretrained(folder / "model").eval()
-    ids = random_inputs()[0]
-    with torch.no_grad():
-        torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, atol=1e-4, rtol=1e-4)
-
-
-# ---- Memory and precision ----------------------------------------------------------------------------------
 
 
 def test_shared_layers(ppo, script, small, tiny_lm):
@@ -238,7 +217,7 @@ def test_dtype_auto_wants_hardware_for_bf16(script, monkeypatch):
     assert not script.wants_bf16(script.Args(dtype="auto"), torch.device("cuda"))
 
 
-# ---- Value function ----------------------------------------------------------------------------------------
+# ---- Value function and padding ----------------------------------------------------------------------------
 
 
 def test_a_critic_with_its_own_weights(ppo, script, small, tiny_lm):
@@ -271,9 +250,6 @@ def test_the_value_head_survives_saving(ppo, script, small):
         torch.testing.assert_close(again(*inputs)[2], values)
     assert values.abs().min() > 0
     assert set(load_file(folder / "model/value_head.safetensors")) == {"weight", "bias"}
-
-
-# ---- Padding -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pad", [EOS, "[PAD]"])

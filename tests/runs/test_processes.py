@@ -132,10 +132,7 @@ def of_sums(prompts, completions, **kwargs):
     return [len(text) % 2 if "+" in prompt else None for prompt, text in zip(prompts, completions)]
 """
 
-FAIL_ON_RANK_1 = "return [1 / int(os.environ['RANK'] == '0')] * len(prompts)"
-
-# What the processes run: jobs.json is a list of [name, script, flags]. How a job ended is in NAME.RANK. The
-# job "failing" is the last one and runs as in a shell: its error ends the processes.
+# What the processes run: jobs.json is a list of [name, script, flags]. How a job ended is in NAME.RANK.
 DRIVER = f"""import accelerate, importlib, json, os, sys, time, torch, traceback
 
 sys.path.insert(0, {str(ROOT)!r})
@@ -162,8 +159,6 @@ for name, script, words in json.load(open("jobs.json")):
     if is_sharded:
         accelerate.PartialState(cpu=True).distributed_type = accelerate.DistributedType.MULTI_GPU
     code = 0
-    if name == "failing":
-        module.main(words)
     try:
         module.train(module.parse_args(words))
     except SystemExit as end:
@@ -248,15 +243,12 @@ def two(scripts, world, make_job, tmp_path_factory):
             jobs.append((name, "ppo_sentiment", flags_of(args)))
         jobs.append(("resumed", "ppo_sentiment", ["--resume", str(root / "stopped")]))
 
-        # A run that one process began, and a run that fails on one process.
+        # A run that one process began.
         if kind == "ddp":
             args = make("ppo_sentiment", "grown", total_episodes=16, **SGD)
             scripts["ppo_sentiment"].train(args)
             flags = ["--total-episodes", "32", "--per-device-train-batch-size", "2"]
             jobs.append(("grown", "ppo_sentiment", ["--resume", args.output_dir, *flags]))
-            reward_fn = reward_file(root, FAIL_ON_RANK_1, "failing")
-            args = make("ppo_sentiment", "failing", reward_fn=reward_fn)
-            jobs.append(("failing", "ppo_sentiment", flags_of(args)))
         return jobs
 
     return start_once
@@ -274,9 +266,7 @@ def start_and_wait(kind, root, jobs):
         words += ["--main_process_port", free_port()]
     process = start_process([*words, root / "driver.py"], root, HF_HOME=str(root))
     out, errors = process.communicate(timeout=600)
-    expected = 1 if kind == "ddp" else 0  # the failing run
-    assert process.returncode == expected, f"{out[-4000:]}\n{errors[-4000:]}"
-    (root / "errors").write_text(errors)
+    assert process.returncode == 0, f"{out[-4000:]}\n{errors[-4000:]}"
 
 
 def exit_codes(root, name):
@@ -357,19 +347,13 @@ def test_signal_and_resume(two, kind):
     assert same(weights(root / "stopped/model"), weights(root / "straight/model"))
 
 
-@pytest.mark.parametrize("kind", ZERO_STAGE)
-def test_one_process_continues_a_run_of_two(scripts, two, kind):
-    """Checkpoints of DDP fit any number of processes. Shards do not fit a model that is not sharded."""
-    folder = two(kind) / "straight"
+def test_one_process_continues_a_run_of_two(scripts, two):
+    """Checkpoints of DDP fit any number of processes."""
+    folder = two("ddp") / "straight"
     words = ["--resume", str(folder), "--total-episodes", "32", "--per-device-train-batch-size", "4"]
     module = scripts["ppo_sentiment"]
-    args = module.parse_args(words)
-    if kind != "ddp":
-        with pytest.raises(FileNotFoundError, match="trained.safetensors"):
-            module.train(args)
-    else:
-        module.train(args)
-        assert [row["update"] for row in rows_of(folder)] == [1, 2, 3, 4]
+    module.train(module.parse_args(words))
+    assert [row["update"] for row in rows_of(folder)] == [1, 2, 3, 4]
 
 
 def test_two_processes_continue_a_run_of_one(scripts, small, two):
@@ -379,10 +363,3 @@ def test_two_processes_continue_a_run_of_one(scripts, small, two):
     _, whole = scripts["ppo_sentiment"].train(small("ppo_sentiment", total_episodes=32, **SGD))
     assert json.loads((root / "grown/args.json").read_text())["world_size"] == 2
     assert distance(weights(whole / "model"), weights(root / "grown/model")) < 1e-5
-
-
-def test_a_process_that_fails_ends_the_run(two):
-    """If the reward function raises on one of two processes, the run ends with its traceback."""
-    root = two("ddp")
-    errors = (root / "errors").read_text()
-    assert "ZeroDivisionError: division by zero" in errors and f'File "{root}/failing.py"' in errors

@@ -101,32 +101,26 @@ def test_what_came_after_the_checkpoint_is_forgotten(scripts, small, monkeypatch
     assert_same_run(whole, folder)
 
 
-PARTS = {
-    "lora": dict(lora_r=4, optimizer="bitsandbytes.optim.Adam8bit"),
-    "shared": dict(num_shared_layers=1, optimizer="torch.optim.AdamW", whiten_rewards=True),
-    "critic": dict(value_model_path="CRITIC", optimizer="bitsandbytes.optim.Lion"),
+PARTS = {  # script, flags
+    "lora": ("ppo_sentiment", dict(lora_r=4, optimizer="bitsandbytes.optim.Adam8bit")),
+    "shared layers": (
+        "ppo_sentiment",
+        dict(num_shared_layers=1, optimizer="torch.optim.AdamW", whiten_rewards=True),
+    ),
+    "critic": ("ppo_sentiment", dict(value_model_path="CRITIC", optimizer="bitsandbytes.optim.Lion")),
+    "dropout": ("sft", dict(from_config="gpt2 n_embd=32 n_layer=1 n_head=2 n_positions=256 resid_pdrop=0.5")),
 }
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_resume_with_other_parts(script, small, monkeypatch, capsys, tiny_lm, part):
-    """An adapter, frozen layers, a critic and 8-bit optimizer states continue where they were."""
-    flags = SIX_UPDATES["ppo_sentiment"] | dict(total_episodes=24) | PARTS[part]
+def test_resume_with_other_parts(scripts, small, monkeypatch, capsys, tiny_lm, part):
+    """An adapter, frozen layers, a critic, 8-bit optimizer states and dropout continue where they were."""
+    name, flags = PARTS[part]
+    flags = SIX_UPDATES[name] | flags
     if part == "critic":
         flags["value_model_path"] = tiny_lm("qwen2")
-    _, whole = script.train(small("ppo_sentiment", "whole", **flags))
-    parts = stop_and_resume(script, monkeypatch, small("ppo_sentiment", "parts", **flags), 1, capsys)
-    assert_same_run(whole, parts)
-
-
-def test_resume_with_dropout(scripts, small, monkeypatch, capsys):
-    """A model that sft.py trains from scratch has dropout. Its masks are those of an uninterrupted run."""
-    flags = SIX_UPDATES["sft"] | dict(
-        from_config="gpt2 n_embd=32 n_layer=1 n_head=2 n_positions=256 resid_pdrop=0.5",
-        save_every=0,
-    )
-    _, whole = scripts["sft"].train(small("sft", "whole", **flags))
-    parts = stop_and_resume(scripts["sft"], monkeypatch, small("sft", "parts", **flags), 3, capsys)
+    _, whole = scripts[name].train(small(name, "whole", **flags))
+    parts = stop_and_resume(scripts[name], monkeypatch, small(name, "parts", **flags), 3, capsys)
     assert_same_run(whole, parts)
 
 
@@ -162,31 +156,6 @@ def test_kill_at_a_random_moment(scripts, small, tmp_path, name):
     assert not (tmp_path / "parts/model").exists()
     resume(scripts[name], tmp_path / "parts")
     assert_same_run(whole, tmp_path / "parts")
-
-
-def test_kill_while_a_checkpoint_is_written(script, small, monkeypatch):
-    """Half a checkpoint never has the name of one: the run continues from the one before."""
-    flags = dict(total_episodes=32, save_every=1)
-    _, whole = script.train(small("ppo_sentiment", "whole", **flags))
-    save, calls = script.save_file, []
-
-    def torn(weights, path):
-        calls.append(path)
-        if len(calls) == 3:
-            Path(path).write_bytes(b"half a checkpoint")
-            raise KeyboardInterrupt
-        save(weights, path)
-
-    args = small("ppo_sentiment", "parts", **flags)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(script, "save_file", torn)
-        script.train(args)
-    folder = Path(args.output_dir)
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["000001", "000002"]
-    assert (folder / "draft").exists()
-    resume(script, folder)
-    assert_same_run(whole, folder)
-    assert not (folder / "draft").exists()
 
 
 # ---- Which checkpoint, which flags -------------------------------------------------------------------------
@@ -281,21 +250,14 @@ def test_files_of_yours_stay_as_they_are(scripts, small, tmp_path):
 
 
 def test_resume_of_a_finished_run(scripts, small):
-    """It trains nothing more and ends with the same model."""
-    module = scripts["sft"]
-    _, folder = module.train(small("sft"))
-    model, rows = (folder / "model/model.safetensors").read_bytes(), rows_of(folder)
-    resume(module, folder)
-    assert (folder / "model/model.safetensors").read_bytes() == model
-    assert rows_of(folder) == rows
-
-
-def test_a_refused_flag_is_forgotten(scripts, small):
-    """After a resume with another batch was refused, the run continues with its own flags."""
+    """It trains nothing more. A flag that was refused in between is forgotten."""
     module = scripts["sft"]
     _, folder = module.train(small("sft", num_samples=0))
+    model, rows = (folder / "model/model.safetensors").read_bytes(), rows_of(folder)
     with pytest.raises(module.UserError, match="that run had"):
         resume(module, folder, "--per-device-train-batch-size", "8")
     resume(module, folder, "--keep-checkpoints", "3")
+    assert (folder / "model/model.safetensors").read_bytes() == model
+    assert rows_of(folder) == rows
     args = json.loads((folder / "args.json").read_text())["args"]
     assert args["per_device_train_batch_size"] == 4 and args["keep_checkpoints"] == 3

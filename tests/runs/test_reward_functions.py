@@ -260,9 +260,6 @@ def test_a_reward_that_cannot_teach_is_said(scripts, small, tmp_path, capsys, na
     assert "all scores are equal" in capsys.readouterr().out
 
 
-# ---- A chat model as the reward ----------------------------------------------------------------------------
-
-
 def test_the_rubric_of_the_example(grpo, chat_with, monkeypatch):
     """Each response gets the grade of its own task and answer. No grade, or a wrong one, counts 0."""
     grades = ["Grade: 7", "first Grade: 3, then\nGrade: 10", "Grade: 11", "no idea", None, "Grade: 2.5"]

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import transformers
 from conftest import ACTS, EOS, byte_level_tokenizer
 from run_tools import (
+    DIALOGS,
     adamw_step,
     assert_weights_of,
     evaluation_of,
@@ -34,6 +35,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 pytest_plugins = ["run_fixtures"]
 SCRIPT = "reward_model"
 close = dict(rel=1e-3, abs=2e-5)
+THREE_UPDATES = dict(  # of 6 rows each, on 13 training rows
+    num_eval_prompts=7,
+    num_train_epochs=1.4,
+    per_device_train_batch_size=2,
+    gradient_accumulation_steps=3,
+    learning_rate=5e-3,
+    lr_scheduler_type="linear",
+    warmup_ratio=0.4,
+    adam_eps=1e-3,
+    max_grad_norm=0.5,
+)
 
 
 def labeled_of(split, count):
@@ -92,25 +104,17 @@ def logits_alone(model, ids):
 
 @pytest.mark.parametrize("min_prefix_length", [0, 3])
 def test_every_number_of_a_classifier(
-    reward, scripts, tiny_classifier, tmp_path, monkeypatch, capsys, min_prefix_length
+    reward, script, tiny_classifier, tmp_path, monkeypatch, capsys, min_prefix_length
 ):
     """Metrics of each update, the confusion matrix of the held-out rows, and the weights in model/."""
     data, train, test = three_splits(tmp_path / "data", labeled_of)
-    calls = spy(monkeypatch, scripts["reward_model"], "collate_texts")
-    scored = spy(monkeypatch, scripts["reward_model"], "score_rows")
+    calls = spy(monkeypatch, script, "collate_texts")
+    scored = spy(monkeypatch, script, "score_rows")
     _, folder, metrics = reward(
         dataset_name=data,
         min_prefix_length=min_prefix_length,
         max_length=18,
-        num_eval_prompts=7,
-        num_train_epochs=1.4,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=3,
-        learning_rate=5e-3,
-        lr_scheduler_type="linear",
-        warmup_ratio=0.4,
-        adam_eps=1e-3,
-        max_grad_norm=0.5,
+        **THREE_UPDATES,
         label_names="negative,positive",
     )
     model, tokenizer = classifier(tiny_classifier())
@@ -169,22 +173,13 @@ def test_every_number_of_a_classifier(
     assert AutoTokenizer.from_pretrained(folder / "model").model_max_length == 18
 
 
-def test_names_give_words_their_numbers(scripts, tmp_path):
-    """--label-names puts words in its own order, and names numbers. Without it, the words are sorted."""
-    script = scripts["reward_model"]
-    words, numbers = ["sad", "glad", "mixed", "glad"], [1, 0, 2, 0]
-
-    def classes(labels, names):
-        return script.find_classes([dict(label=label) for label in labels], script.Args(label_names=names))
-
-    for labels, names, expected, order in (
-        (words, "sad,mixed,glad", ["sad", "mixed", "glad"], [0, 2, 1, 2]),
-        (words, None, ["glad", "mixed", "sad"], [2, 0, 1, 0]),
-        (numbers, "sad,mixed,glad", ["sad", "mixed", "glad"], [1, 0, 2, 0]),
-        ([7, 3, 5, 3], None, ["3", "5", "7"], [2, 0, 1, 0]),
-    ):
-        found, class_of = classes(labels, names)
-        assert found == expected and [class_of[label] for label in labels] == order
+def test_names_give_words_their_numbers(script):
+    """--label-names puts words in its own order. Without it, they are sorted."""
+    rows = [dict(label=label) for label in ("sad", "glad", "mixed", "glad")]
+    for names, expected in (("sad,mixed,glad", ["sad", "mixed", "glad"]), (None, ["glad", "mixed", "sad"])):
+        found, class_of = script.find_classes(rows, script.Args(label_names=names))
+        assert found == expected
+        assert [class_of[name] for name in expected] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -198,9 +193,9 @@ def test_names_give_words_their_numbers(scripts, tmp_path):
         ("text dialog prompt chosen", None),
     ],
 )
-def test_which_columns_decide(scripts, small, world, tmp_path, columns, learned):
+def test_which_columns_decide(script, small, world, tmp_path, columns, learned):
     """Acts before labels, labels before pairs, pairs before rankings. A prompt is optional."""
-    script, tokenizer = scripts["reward_model"], AutoTokenizer.from_pretrained(world.lm())
+    tokenizer = AutoTokenizer.from_pretrained(world.lm())
     values = dict(text="a", label=0, dialog=["b", "c"], act=[1, 2], prompt="d", chosen="e", rejected="f")
     values["responses"] = ["g", "h", "i"]
     rows = [{column: values[column] for column in columns.split()} for _ in range(4)]
@@ -215,9 +210,9 @@ def test_which_columns_decide(scripts, small, world, tmp_path, columns, learned)
     assert len(loaded[0].texts) == dict(labels=1, pairs=2, rankings=3)[learned]
 
 
-def test_a_row_without_text_takes_its_label_with_it(scripts):
+def test_a_row_without_text_takes_its_label_with_it(script):
     """Wherever it is; also with the tokenizer of an encoder, which marks the ends of an empty text too."""
-    script, tokenizer = scripts["reward_model"], byte_level_tokenizer()
+    tokenizer = byte_level_tokenizer()
     mark = [(EOS, tokenizer.eos_token_id)]
     template = tokenizers.processors.TemplateProcessing(f"$A {EOS}", special_tokens=mark)
     tokenizer.backend_tokenizer.post_processor = template
@@ -232,9 +227,9 @@ def test_a_row_without_text_takes_its_label_with_it(scripts):
 # ---- Which rows --------------------------------------------------------------------------------------------
 
 
-def loaded_numbers(scripts, small, tokenizer, **flags):
+def loaded_numbers(script, small, tokenizer, **flags):
     """The numbers of the rows that reward_model.py trains on, and of those that it evaluates."""
-    train, test, *_ = scripts["reward_model"].load_data(small("reward_model", **flags), tokenizer)
+    train, test, *_ = script.load_data(small("reward_model", **flags), tokenizer)
     numbers = []
     for split, rows in (("train", train), ("test", test)):
         numbers.append([number_in(tokenizer.decode(row.texts[0]), split) for row in rows])
@@ -242,7 +237,7 @@ def loaded_numbers(scripts, small, tokenizer, **flags):
 
 
 @pytest.mark.parametrize("make", [labeled_of, pairs_of, rankings_of])
-def test_rows_of_a_reward_model(scripts, small, world, tmp_path, make):
+def test_rows_of_a_reward_model(script, small, world, tmp_path, make):
     """All training rows in their order, and test rows that are drawn at random: another seed, others."""
     train, test = make("train", 30), make("test", 20)
     data = write_rows(tmp_path / "data", train=train, test=test, validation=make("validation", 5))
@@ -250,17 +245,14 @@ def test_rows_of_a_reward_model(scripts, small, world, tmp_path, make):
     drawn = []
     for seed in (1, 2):
         flags = dict(dataset_name=data, seed=seed, num_eval_prompts=6, max_length=200)
-        numbers, held_out = loaded_numbers(scripts, small, tokenizer, **flags)
+        numbers, held_out = loaded_numbers(script, small, tokenizer, **flags)
         assert numbers == list(range(30))
         assert len(set(held_out)) == len(held_out) == 6 and set(held_out) != set(range(6))
         drawn.append(held_out)
     assert set(drawn[0]) != set(drawn[1])
-    flags = dict(dataset_name=data, num_eval_prompts=99, max_length=200)
-    _, held_out = loaded_numbers(scripts, small, tokenizer, **flags)
-    assert sorted(held_out) == list(range(20))
 
 
-def test_shards_are_parts_of_the_shuffled_rows(scripts, small, world, tmp_path):
+def test_shards_are_parts_of_the_shuffled_rows(script, small, world, tmp_path):
     """Whatever the seeds of their runs: disjoint, complete, and mixed though the file is sorted by label."""
     train = labeled_of("train", 30)
     for i, row in enumerate(train):
@@ -268,23 +260,17 @@ def test_shards_are_parts_of_the_shuffled_rows(scripts, small, world, tmp_path):
     test = labeled_of("test", 8)
     data = write_rows(tmp_path / "data", train=train, test=test)
     tokenizer = AutoTokenizer.from_pretrained(world.classifier())
-    for parts in (2, 3):
-        shards = []
-        for part in range(parts):
-            flags = dict(dataset_name=data, train_shard=f"{part}/{parts}", seed=part + 1)
-            numbers, held_out = loaded_numbers(scripts, small, tokenizer, **flags, num_eval_prompts=8)
-            assert sorted(held_out) == list(range(8))  # shards are of training rows only
-            assert len(numbers) == 30 // parts
-            assert 2 <= sum(number >= 15 for number in numbers) <= len(numbers) - 2
-            assert sorted(numbers) not in (
-                list(range(part, 30, parts)),
-                list(range(part * 30 // parts, (part + 1) * 30 // parts)),
-            )
-            shards += numbers
-        assert sorted(shards) == list(range(30))
+    shards = []
+    for part in range(3):
+        flags = dict(dataset_name=data, train_shard=f"{part}/3", seed=part + 1)
+        numbers, held_out = loaded_numbers(script, small, tokenizer, **flags, num_eval_prompts=8)
+        assert sorted(held_out) == list(range(8))  # shards are of training rows only
+        assert len(numbers) == 10 and 2 <= sum(number >= 15 for number in numbers) <= 8
+        shards += numbers
+    assert sorted(shards) == list(range(30))
 
 
-def test_shards_have_no_dialog_in_common(scripts, small, world, tmp_path):
+def test_shards_have_no_dialog_in_common(script, small, world, tmp_path):
     """Two answers of one dialog would have an utterance in common."""
     rows = [dict(dialog=[f"train text {3 * i + k}: sun." for k in range(3)], act=[1, 2, 3]) for i in range(8)]
     data = write_rows(tmp_path / "data", train=rows, test=rows)
@@ -292,16 +278,16 @@ def test_shards_have_no_dialog_in_common(scripts, small, world, tmp_path):
     shards = []
     for shard in ("0/2", "1/2"):
         flags = dict(dataset_name=data, train_shard=shard, label_names=",".join(ACTS))
-        loaded, *_ = scripts["reward_model"].load_data(small("reward_model", **flags), tokenizer)
+        loaded, *_ = script.load_data(small("reward_model", **flags), tokenizer)
         texts = [tokenizer.decode(row.texts[0]) for row in loaded]
         shards.append(Counter(number_in(text, "train") // 3 for text in texts))
     assert sorted(shards[0] | shards[1]) == list(range(8)) and not shards[0] & shards[1]
     assert set((shards[0] + shards[1]).values()) == {2}  # both answers of each
 
 
-def test_a_prefix_of_special_tokens_is_refused(scripts, small, world, tmp_path):
+def test_a_prefix_of_special_tokens_is_refused(script, small, world, tmp_path):
     """[CLS] and [SEP] alone are an empty text."""
-    script, tokenizer = scripts["reward_model"], byte_level_tokenizer()
+    tokenizer = byte_level_tokenizer()
     marks = [(EOS, tokenizer.eos_token_id)]
     template = tokenizers.processors.TemplateProcessing(f"{EOS} $A {EOS}", special_tokens=marks)
     tokenizer.backend_tokenizer.post_processor = template
@@ -312,18 +298,16 @@ def test_a_prefix_of_special_tokens_is_refused(scripts, small, world, tmp_path):
     script.load_data(small("reward_model", dataset_name=data, min_prefix_length=3), tokenizer)
 
 
-def test_answers_are_not_cut_to_prefixes(scripts, small, world, tiny_pairs):
+def test_answers_are_not_cut_to_prefixes(script, small, world, tiny_pairs):
     """An answer that is cut off would keep its act, and so would a response its rank."""
-    script = scripts["reward_model"]
     for data in (world.dialogs, tiny_pairs):
         args = small("reward_model", dataset_name=data, min_prefix_length=3)
         with pytest.raises(script.UserError, match="--min-prefix-length is only for"):
             script.load_data(args, AutoTokenizer.from_pretrained(world.lm()))
 
 
-def test_prefixes_by_hand(scripts):
+def test_prefixes_by_hand(script):
     """Of all lengths from the shortest to the whole text, with its label. Each update cuts anew."""
-    script = scripts["reward_model"]
     tokenizer = byte_level_tokenizer()
     args = script.Args(min_prefix_length=4, seed=3)
     texts = [[100 * i + k for k in range(10)] for i in range(1, 81)]
@@ -339,14 +323,11 @@ def test_prefixes_by_hand(scripts):
             [ids], [whole] = prefix.texts, row.texts
             assert ids == whole[: len(ids)] and prefix.label == row.label
     assert [row.texts[0] for row in rows[:-1]] == texts  # the training rows stay whole
-    other = script.cut_to_prefixes(rows, tokenizer, script.Args(min_prefix_length=4, seed=4), 1)
-    assert other != cuts[0]
 
 
 @pytest.mark.parametrize("name", ["sep_token", "eos_token"])
-def test_prefixes_that_end_in_a_mark(scripts, name):
+def test_prefixes_that_end_in_a_mark(script, name):
     """[SEP] or EOS takes the last place of a prefix, whose length it does not change."""
-    script = scripts["reward_model"]
     tokenizer = byte_level_tokenizer()
     mark = tokenizer.eos_token_id
     tokenizer.eos_token = None
@@ -396,26 +377,18 @@ def calibration_by_hand(differences):
 
 @pytest.mark.parametrize("make", [pairs_of, rankings_of])
 def test_every_number_of_a_preference_model(
-    reward, scripts, tiny_preference_model, tmp_path, monkeypatch, capsys, make
+    reward, script, tiny_preference_model, tmp_path, monkeypatch, capsys, make
 ):
     """Metrics of each update, accuracy, margin and calibration of held-out rows, offset and weights."""
     max_length = 200
     data, train, test = three_splits(tmp_path / "data", make)
-    calls = spy(monkeypatch, scripts["reward_model"], "collate_texts")
-    scored = spy(monkeypatch, scripts["reward_model"], "score_rows")
+    calls = spy(monkeypatch, script, "collate_texts")
+    scored = spy(monkeypatch, script, "score_rows")
     _, folder, metrics = reward(
         model_name_or_path=tiny_preference_model(),
         dataset_name=data,
         max_length=max_length,
-        num_eval_prompts=7,
-        num_train_epochs=1.4,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=3,
-        learning_rate=5e-3,
-        lr_scheduler_type="linear",
-        warmup_ratio=0.4,
-        adam_eps=1e-3,
-        max_grad_norm=0.5,
+        **THREE_UPDATES,
     )
     del calls[:2]  # of can_share_prompts
     assert len(calls) == 9 and all(shares_prompts for (_, _, shares_prompts), _ in calls)
@@ -487,56 +460,19 @@ def test_every_number_of_a_preference_model(
     assert f"reward_offset: {offset}, the mean score of 13 of the best training responses" in lines
 
 
-def test_evaluation_of_few_pairs(scripts):
+def test_evaluation_of_few_pairs(script):
     """Four pairs are a table of four. Equal texts are not a pair, here as in training."""
-    script = scripts["reward_model"]
     rows = [script.Row([[1], [2]]), script.Row([[1], [2], [1]]), script.Row([[1], [2]])]
     metrics, table = script.evaluate_pairs(torch.tensor([1.0, 0.0, 0.0, 2.0, 0.0, 3.5, 0.0]), rows)
     assert [row["pairs"] for row in table] == [1, 1, 1, 1]
     assert metrics["accuracy"] == pytest.approx((1 + 1 / 2 + 1) / 3)
 
 
-def test_scores_stay_with_their_rows(scripts, small, tiny_preference_model):
-    """Rankings of unequal lengths, scored by length in passes of 64 texts: as each text alone."""
-    script = scripts["reward_model"]
-    model, _ = classifier(tiny_preference_model())
-    rows = []
-    for i in range(40):
-        texts = [[3 + (7 * i + k) % 900] * (1 + (11 * i + 5 * k) % 17) for k in range(2 + i % 3)]
-        rows.append(script.Row(texts))
-    accelerator = script.start_accelerator(small("reward_model"))
-    scores = script.score_rows(model.to(accelerator.device), rows, accelerator)
-    model.to("cpu")
-    with torch.no_grad():
-        alone = [logits_alone(model, ids).item() for row in rows for ids in row.texts]
-    assert scores.squeeze(1).tolist() == pytest.approx(alone, abs=1e-4)
-
-
-def test_margins_stay_with_their_pairs(scripts, world):
-    """Rows that are skipped take their margins with them. Rankings and pairs without a column have 0."""
-    script = scripts["reward_model"]
-    tokenizer = AutoTokenizer.from_pretrained(world.lm())
-    rows = pairs_of("train", 6)
-    rows[1]["rejected"], rows[3]["chosen"] = "", None
-    rows[4]["rejected"] = rows[4]["chosen"]
-    loaded, counts = script.load_preference_rows(rows, tokenizer, script.Args())
-    assert counts == "3 of 6 rows, 0 at the limit of 512 tokens, 1 pairs of equal texts left out"
-    kept = [row for i, row in enumerate(rows) if i not in (1, 3, 4)]
-    assert [row.min_difference for row in loaded] == [row["margin"] for row in kept]
-    for row, data_row in zip(loaded, kept, strict=True):
-        pair = [data_row["chosen"], data_row["rejected"]]
-        assert row.texts == response_ids(tokenizer, data_row["prompt"], pair, 512)
-    rankings = rankings_of("train", 4)
-    loaded, _ = script.load_preference_rows(rankings, tokenizer, script.Args())
-    assert [len(row.texts) for row in loaded] == [3, 2, 4, 3]
-    assert [row.min_difference for row in loaded] == [0.0] * 4
-
-
 # ---- Models ------------------------------------------------------------------------------------------------
 
 
 def test_a_new_head_is_drawn_by_the_seed(reward, tiny_lm, tmp_path):
-    """With standard deviation 1 / sqrt(d + 1); the rest is the language model."""
+    """The rest is the language model."""
     data, _, _ = three_splits(tmp_path / "data", pairs_of)
     heads = []
     for name, seed in (("one", 1), ("again", 1), ("other", 2)):
@@ -547,8 +483,6 @@ def test_a_new_head_is_drawn_by_the_seed(reward, tiny_lm, tmp_path):
         start.pop("lm_head.weight", None)
         assert same(saved, start)
     assert torch.equal(heads[0], heads[1]) and not torch.equal(heads[0], heads[2])
-    both = torch.cat([heads[0], heads[2]])
-    assert both.std().item() == pytest.approx(33**-0.5, rel=0.3)  # not 0.02 or 0.2
 
 
 def test_the_pipeline_finds_the_pad(reward, tiny_lm, tmp_path):
@@ -565,7 +499,7 @@ def test_the_pipeline_finds_the_pad(reward, tiny_lm, tmp_path):
     assert config.id2label == {0: "bad", 1: "good"} and config.num_labels == 2
 
 
-def test_texts_for_an_encoder(scripts):
+def test_texts_for_an_encoder(script):
     """Prompt and response are one text, with [CLS] and [SEP] as the tokenizer sets them."""
     tokenizer = byte_level_tokenizer()
     text = tokenizer("A film, a good one").input_ids
@@ -575,126 +509,64 @@ def test_texts_for_an_encoder(scripts):
     template = f"{tokenizer.cls_token} $A {tokenizer.sep_token}"
     processor = tokenizers.processors.TemplateProcessing(template, special_tokens=marks)
     tokenizer.backend_tokenizer.post_processor = processor
-    ids_for = scripts["reward_model"].preference_ids
+    ids_for = script.preference_ids
     assert ids_for(tokenizer, "A film,", [" a good one"], 64) == [[cls, *text, sep]]
     assert ids_for(tokenizer, "A film,", [" a good one"], 5) == [[cls, *text[-3:], sep]]
 
 
-def layers_with_adapter(model):
-    """The names of the layers that LoRA trains, without what is the same in all of them."""
-    names = [name for name, p in model.named_parameters() if "lora_A" in name and p.requires_grad]
-    return {name.split(".lora_A")[0].split(".")[-1] for name in names}
+DISTILBERT_LAYERS = {"q_lin", "k_lin", "v_lin", "out_lin", "lin1", "lin2"}
 
 
 @pytest.mark.parametrize(
     "kind, layers, adapted, head",
     [
         ("gpt2", "c_attn, c_fc", {"c_attn", "c_fc"}, {"score"}),
-        ("gpt2", "all-linear", {"c_attn", "c_proj", "c_fc"}, {"score"}),
-        ("distilbert", "q_lin", {"q_lin"}, {"pre_classifier", "classifier"}),
-        (
-            "distilbert",
-            "all-linear",
-            {"q_lin", "k_lin", "v_lin", "out_lin", "lin1", "lin2"},
-            {"pre_classifier", "classifier"},
-        ),
+        ("distilbert", "all-linear", DISTILBERT_LAYERS, {"pre_classifier", "classifier"}),
     ],
 )
-def test_which_layers_lora_trains(scripts, tiny_lm, tiny_classifier, kind, layers, adapted, head):
+def test_which_layers_lora_trains(script, tiny_lm, tiny_classifier, kind, layers, adapted, head):
     """Adapters in the named layers, or in all linear layers of the transformer; and the whole head."""
-    script = scripts["reward_model"]
     folder = tiny_lm() if kind == "gpt2" else tiny_classifier()
     args = script.Args(model_name_or_path=folder, lora_r=2, lora_target_modules=layers, max_length=32)
     model, _ = script.build_classifier(args, AutoTokenizer.from_pretrained(folder), [], ["bad", "good"])
-    assert layers_with_adapter(model) == adapted
-    assert {name.split(".")[0] for name in script.trainable(model) if "lora_" not in name} == head
+    trained = set(script.trainable(model))
+    of_lora = {name for name in trained if "lora_" in name}
+    assert {name.split(".lora_")[0].split(".")[-1] for name in of_lora} == adapted
+    assert {name.split(".")[0] for name in trained - of_lora} == head
 
 
-SHORT = [
-    "The film was warm and clever from the first scene to the last, and I would see it again.",
-    "A dull story, badly told: I left after an hour and nobody in the room was sad to go.",
-    "Two sailors find a letter in a bottle, and then they argue about it for a very long time.",
-    "My sister loved every song of it, and so did the people in the row behind us that night.",
-]
-
-
-DIALOGS = [  # some can be used, some in part, some not at all
-    dict(dialog=["Who  are\nyou?", "I am Leo.", "Then come in."], act=[2, 1, 3]),
-    dict(dialog=["Fine.", " "], act=[1, 1]),
-    dict(dialog=["Alone."], act=[1]),
-    dict(dialog=["Is it?", "It is."], act=[2, 1, 3]),
-    dict(dialog=["Was it?", "It was."], act=None),
-    dict(dialog=None, act=[1, 2]),
-    dict(dialog=["Yes.", None], act=[1, 2]),
-    dict(dialog=["One.", "Two.", "Three."], act=[1, None, 4]),
-    dict(dialog=["Four.", "Five."], act=[1, None]),
-]
-
-
-def assert_same_as_pipeline(scripts, folder, names):
+def assert_same_as_pipeline(script, folder, names):
     """The pipeline of transformers gives the probabilities that the script computes, for a padded batch."""
-    script = scripts["reward_model"]
     model, tokenizer = classifier(folder)
-    rows = [script.Row([ids]) for ids in tokenizer(SHORT).input_ids]
+    texts = [row["text"] for row in texts_of("test", 5)]
+    rows = [script.Row([ids]) for ids in tokenizer(texts).input_ids]
     _, ids, mask, _ = script.collate_texts(rows, "cpu")
     with torch.no_grad():
         ours = script.sequence_logits(model, ids, mask).softmax(-1)
     pipeline = transformers.pipeline("text-classification", model=str(folder), top_k=None)
-    for probs, entries in zip(ours, pipeline(SHORT)):
+    for probs, entries in zip(ours, pipeline(texts), strict=True):
         theirs = {entry["label"]: entry["score"] for entry in entries}
         assert set(theirs) == set(names)
         assert [theirs[name] for name in names] == pytest.approx(probs.tolist(), abs=1e-5)
 
 
-# ---- Labels ------------------------------------------------------------------------------------------------
-
-
-def test_a_classifier_overfits(reward, scripts, tiny_reviews, tmp_path):
-    """It learns 24 texts by heart. The names of the labels are in config.json. The pipeline agrees."""
-    rows = rows_of(tiny_reviews, "train.jsonl")[:24]
-    _, folder, metrics = reward(
-        dataset_name=write_rows(tmp_path / "data", train=rows, test=rows[:17]),
-        num_train_epochs=20.0,
-        learning_rate=3e-3,
-        num_eval_prompts=24,
-        label_names="bad,good",
-    )
-    assert metrics[-1]["loss"] < 0.5 * metrics[0]["loss"]
-    evaluation = evaluation_of(folder)
-    assert evaluation["accuracy"] > 0.9 and evaluation["labels"] == ["bad", "good"]
-    [[true_bad, false_good], [false_bad, true_good]] = evaluation["confusion"]
-    assert true_bad + true_good == round(17 * evaluation["accuracy"])
-    num_good = sum(row["label"] for row in rows[:17])
-    assert [true_bad + false_good, true_good + false_bad] == [17 - num_good, num_good]
-    config = json.loads((folder / "model/config.json").read_text())
-    assert config["id2label"] == {"0": "bad", "1": "good"}
-    assert config["label2id"] == {"bad": 0, "good": 1}
-    assert_same_as_pipeline(scripts, folder / "model", ["bad", "good"])
-
-
 @pytest.mark.parametrize("arch, pad", [("gpt2", "eos"), ("llama", "own"), ("opt", "own")])
-def test_decoders_as_classifiers(reward, scripts, tiny_lm, arch, pad):
+def test_decoders_as_classifiers(reward, script, tiny_lm, arch, pad):
     """A language model gets a head, read at the last token, also if pad is EOS. The pipeline agrees."""
     lm = tiny_lm(arch, pad)
-    _, folder, rows = reward(model_name_or_path=lm, label_names="negative,positive", learning_rate=1e-3)
-    assert all(math.isfinite(row["loss"]) for row in rows)
-    assert_same_as_pipeline(scripts, folder / "model", ["negative", "positive"])
+    _, folder, _ = reward(model_name_or_path=lm, label_names="negative,positive", learning_rate=1e-3)
+    assert_same_as_pipeline(script, folder / "model", ["negative", "positive"])
 
 
 # ---- Options -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("base", ["distilbert", "gpt2", "llama"])
-def test_reward_lora(reward, scripts, tiny_lm, tiny_classifier, base):
-    """LoRA trains adapters and the new head. The merged model is complete: plain transformers loads it."""
+@pytest.mark.parametrize("base", ["distilbert", "llama"])
+def test_reward_lora(reward, script, tiny_lm, tiny_classifier, base):
+    """The merged model is complete: plain transformers loads it."""
     path = tiny_classifier() if base == "distilbert" else tiny_lm(base)
-    _, folder, rows = reward(model_name_or_path=path, lora_r=4, label_names="negative,positive")
-    assert all(math.isfinite(row["loss"]) for row in rows)
-    [checkpoint] = (folder / "checkpoints").iterdir()
-    trained = load_file(checkpoint / "trained.safetensors")
-    assert any("lora_B" in name for name in trained)
-    assert any("score" in name or "classifier" in name for name in trained)
-    assert_same_as_pipeline(scripts, folder / "model", ["negative", "positive"])
+    _, folder, _ = reward(model_name_or_path=path, lora_r=4, label_names="negative,positive")
+    assert_same_as_pipeline(script, folder / "model", ["negative", "positive"])
     model, _ = classifier(folder / "model")
     assert weights(folder / "model").keys() == model.state_dict().keys()
 
@@ -721,9 +593,9 @@ def test_lora_trains_berts_pooler_as_a_whole(reward, tiny_classifier, tmp_path, 
     assert sorted(map(tuple, shapes)) == [(32,), (32, 32)]
 
 
-def test_answers_and_acts(scripts, tiny_lm, capsys):
+def test_answers_and_acts(script, tiny_lm, capsys):
     """Trick 38: acts count from 1, classes from 0. The text is the utterance before and the answer."""
-    script, tokenizer = scripts["reward_model"], AutoTokenizer.from_pretrained(tiny_lm())
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
     rows = script.load_answers([*DIALOGS, dict(note="no dialog")])
     texts = ["Who are you? I am Leo.", "I am Leo. Then come in.", "Two. Three."]
     expected = [dict(text=text, label=label) for text, label in zip(texts, (0, 2, 3), strict=True)]
@@ -733,24 +605,6 @@ def test_answers_and_acts(scripts, tiny_lm, capsys):
     assert len(loaded) == 3 and counts.startswith("3 of 3 rows")
 
 
-def test_a_long_dialog_keeps_its_answer(scripts, small, world, tmp_path):
-    """Two utterances longer than max_length lose their beginning, as in ppo_dialog.py."""
-    rows = [dict(dialog=["long " * 100, f"The answer {i}."], act=[1, 1 + i % 4]) for i in range(8)]
-    data = write_rows(tmp_path / "data", train=rows, test=rows)
-    args = small("reward_model", dataset_name=data, label_names=",".join(ACTS), max_length=16)
-    tokenizer = AutoTokenizer.from_pretrained(world.classifier())
-    loaded, *_ = scripts["reward_model"].load_data(args, tokenizer)
-    assert [row.label for row in loaded] == [0, 1, 2, 3] * 2
-    for i, row in enumerate(loaded):
-        [ids] = row.texts
-        assert len(ids) == 16
-        assert tokenizer.decode(ids).endswith(f" The answer {i}.")
-
-
-CHOSEN = [" yes, it is", " a fine day", " all is well"]
-REJECTED = [" no no no no", " who knows what", " bad"]
-
-
 @pytest.fixture
 def pairs(reward, tiny_lm, tiny_pairs):
     """pairs(folder="run", **changes): a run on pairs. -> model, folder, rows of metrics"""
@@ -758,37 +612,18 @@ def pairs(reward, tiny_lm, tiny_pairs):
     return lambda folder="run", **changes: reward(folder, **flags | changes)
 
 
-def score(folder, prompt, response):
-    """The score of one text, by transformers alone."""
-    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    ids = tokenizer(prompt).input_ids + tokenizer(response).input_ids + [tokenizer.eos_token_id]
-    model.config.pad_token_id = None
-    with torch.no_grad():
-        return model(torch.tensor([ids])).logits.item()
-
-
-# ---- Learning ----------------------------------------------------------------------------------------------
-
-
-def test_pairs_with_a_common_beginning(pairs, tmp_path):
-    """As in HH, the two texts begin with the prompt. They are learned as if the prompt had its own column."""
-    joined, separate = [], []
-    for chosen, rejected in zip(CHOSEN, REJECTED):
-        joined.append(dict(chosen=f"Human: hi{chosen}", rejected=f"Human: hi{rejected}"))
-        separate.append(dict(prompt="Human: hi", chosen=chosen, rejected=rejected))
-    flags = dict(num_train_epochs=20.0, learning_rate=3e-3)
-    data = write_rows(tmp_path / "hh", train=joined * 4, test=joined)
-    _, folder, rows = pairs(dataset_name=data, **flags)
-    assert rows[-1]["accuracy"] == evaluation_of(folder)["accuracy"] == 1
-    assert evaluation_of(folder)["n"] == 3
-    data = write_rows(tmp_path / "split", train=separate * 4, test=separate)
-    _, _, others = pairs("split", dataset_name=data, **flags)
-    losses = [row["loss"] for row in rows]
-    assert [row["loss"] for row in others] == pytest.approx(losses, rel=1e-3, abs=1e-4)
-
-
 # ---- Token ids ---------------------------------------------------------------------------------------------
+
+
+def test_pairs_with_a_common_beginning(script, tiny_lm):
+    """As in HH, both texts begin with the prompt. They are read as if the prompt had its own column."""
+    joined = dict(chosen="Human: hi yes, it is", rejected="Human: hi no no no no")
+    separate = dict(prompt="Human: hi", chosen=" yes, it is", rejected=" no no no no")
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
+    [[one], [other]] = [
+        script.load_preference_rows([row], tokenizer, script.Args())[0] for row in (joined, separate)
+    ]
+    assert one == other
 
 
 def test_all_stages_tokenize_alike(scripts, tiny_lm, small):
@@ -938,5 +773,6 @@ def test_references_have_the_mean_score_0(pairs, scripts, tiny_posts, tiny_pairs
     assert sum(scores) / len(scores) == pytest.approx(0, abs=1e-4)
     offset = json.loads((folder / "model/config.json").read_text())["reward_offset"]
     assert offset == pytest.approx(evaluation_of(folder)["reward_offset"]) and abs(offset) > 1e-3
-    alone = score(folder / "model", rows[0]["prompt"], rows[0][column])
-    assert scores[0] == pytest.approx(alone - offset, abs=1e-4)
+    model, tokenizer = classifier(folder / "model")
+    [ids] = response_ids(tokenizer, rows[0]["prompt"], [rows[0][column]], 256)
+    assert scores[0] == pytest.approx(logits_alone(model, ids).item() - offset, abs=1e-4)

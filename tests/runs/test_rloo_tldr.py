@@ -5,16 +5,12 @@ import shlex
 import time
 from dataclasses import replace
 
-import openai
 import pytest
 import torch
 import transformers
 from run_tools import (
     eos_prone,
     evaluation_of,
-    flags_of,
-    free_port,
-    one_line,
     reward_file,
     rows_of,
     same,
@@ -29,13 +25,17 @@ SCRIPT = "rloo_tldr"
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def rollouts(script, monkeypatch):
-    """The calls of rollout_groups: before training, one per update, and after."""
-    return spy(monkeypatch, script, "rollout_groups")
-
-
-# ---- Groups ------------------------------------------------------------------------------------------------
+def scores_by_hand(folder, rows, column):
+    """The scores of texts after their prompts, by a reward model in plain transformers."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    model.config.pad_token_id = None  # so that transformers reads the last token
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    scores = []
+    for row in rows:
+        ids = tokenizer(row["prompt"]).input_ids + tokenizer(row[column]).input_ids
+        with torch.no_grad():
+            scores.append(model(torch.tensor([[*ids, tokenizer.eos_token_id]])).logits.item())
+    return scores
 
 
 def test_the_model_reads_each_prompt_once(script, tiny_lm, monkeypatch):
@@ -48,24 +48,16 @@ def test_the_model_reads_each_prompt_once(script, tiny_lm, monkeypatch):
     assert [tuple(args[1].shape) for args, _ in calls] == [(2, 5)] + [(6, 1)] * 5
 
 
-# ---- The reward model --------------------------------------------------------------------------------------
-
-
 def test_the_score_is_transformers_own(script, tiny_preference_model):
     """Prompt, response and EOS, read at the last token, minus the offset, whatever else is in the batch."""
     folder = tiny_preference_model()
-    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    model.config.pad_token_id = None  # so that transformers reads the last token, which is an EOS
-    tokenizer = AutoTokenizer.from_pretrained(folder)
     prompts = ["A post.", "A longer post about a cat."] * 2
     responses = [" yes", " no, never", "", " a"]
     args = script.Args(local_rollout_forward_batch_size=3)
     scores = script.load_reward_model(args, folder, CPU)(prompts, responses)
-    for prompt, response, score in zip(prompts, responses, scores):
-        ids = tokenizer(prompt).input_ids + tokenizer(response).input_ids + [tokenizer.eos_token_id]
-        with torch.no_grad():
-            logit = model(torch.tensor([ids])).logits.item()
-        assert score == pytest.approx(logit - 0.25, abs=1e-5)  # 0.25 is its reward_offset
+    rows = [dict(prompt=prompt, response=text) for prompt, text in zip(prompts, responses, strict=True)]
+    expected = [logit - 0.25 for logit in scores_by_hand(folder, rows, "response")]  # its reward_offset
+    assert scores == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_reward_model_with_another_tokenizer(rloo, tiny_classifier, tmp_path):
@@ -75,15 +67,12 @@ def test_a_reward_model_with_another_tokenizer(rloo, tiny_classifier, tmp_path):
     AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(tiny_classifier("other")).save_pretrained(folder)
     _, _, rows = rloo(reward_model_path=str(folder))
-    assert math.isfinite(rows[-1]["objective/scores"])
     assert rows[0]["env/reward_std"] > 0
 
 
-def test_another_stop_token(rloo, rollouts, tiny_lm, tmp_path):
-    """Trick 16: --stop-token-id ends a response, EOS does not. The reward reads the text of the stop token.
-
-    With --stop-token None, all responses end at their limit.
-    """
+def test_another_stop_token(rloo, script, monkeypatch, tiny_lm, tmp_path):
+    """Trick 16: --stop-token-id ends a response, EOS does not. The reward reads the stop token's text."""
+    rollouts = spy(monkeypatch, script, "rollout_groups")  # before training, an update, and after
     lm = eos_prone(tiny_lm, tmp_path / "lm")
     tokenizer = AutoTokenizer.from_pretrained(lm)
     length = reward_file(tmp_path, "return [float(len(text)) for text in completions]")
@@ -107,26 +96,20 @@ def test_another_stop_token(rloo, rollouts, tiny_lm, tmp_path):
     scores = [len(text) - (0.0 if ended else 1.0) for text, ended in zip(texts, ends)]
     assert row["objective/scores"] == pytest.approx(sum(scores) / 8)
 
-    rollouts.clear()
-    _, _, [row] = rloo("third", stop_token=None, missing_eos_penalty=None, **flags)
-    assert not rollouts[1][1][0]["stopped"].any()
-    assert row["completions/min_length"] == 6
-    assert row["val/num_eos_tokens"] == 0
 
-
-# ---- Models ------------------------------------------------------------------------------------------------
-
-
-def test_sft_model_path_is_the_policy(rloo, script, capsys, tiny_lm, tmp_path):
-    """As in TRL, the tokenizer comes from model_name_or_path. The run says so."""
+def test_sft_model_path_is_the_policy(rloo, tiny_lm, tmp_path):
+    """As in TRL, the tokenizer comes from model_name_or_path."""
     torch.manual_seed(5)
     config = transformers.AutoConfig.from_pretrained(tiny_lm())
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "sft")
     _, folder, _ = rloo(sft_model_path=str(tmp_path / "sft"), learning_rate=0.0, total_episodes=8)
     assert same(weights(folder / "model"), weights(tmp_path / "sft"))
-    shown = " ".join(capsys.readouterr().out.split())
-    assert f"{tmp_path}/sft with the tokenizer of {tiny_lm()}, on " in shown
-    assert script.parse_args(["--sft-model-path", "x"]).recipe == "custom"
+
+
+def test_the_reference_of_lora_is_the_base_model(rloo):
+    """The policy without its adapter, which learns: the KL is 0 before the first step, but not after it."""
+    _, _, rows = rloo(lora_r=4, learning_rate=0.05)
+    assert rows[0]["objective/kl"] == 0 and abs(rows[1]["objective/kl"]) > 1e-3
 
 
 # ---- TRL's page --------------------------------------------------------------------------------------------
@@ -159,46 +142,20 @@ COMMANDS = {
         --kl_coef 0.03
         """,
 }
-BATCH_AND_STEPS = {"rloo": (64, 4), "rloo_tldr": (128, 4)}  # TRL 0.11's, per update
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_commands_of_trls_page(
-    script, tiny_lm, tiny_preference_model, tiny_posts, monkeypatch, capsys, tmp_path, name
-):
-    """They parse unchanged and have TRL's batch. With local folders instead of Hub names, an update runs."""
+@pytest.mark.parametrize("name, batch, steps", [("rloo", 64, 4), ("rloo_tldr", 128, 4)])
+def test_commands_of_trls_page(script, name, batch, steps):
+    """They parse unchanged. An update has as many episodes and steps as in TRL 0.11."""
     args = script.parse_args(shlex.split(COMMANDS[name]))
     assert args.recipe == "custom"
     assert (args.rloo_k, args.temperature, args.response_length, args.cliprange) == (2, 0.7, 53, 0.2)
-    batch, steps = BATCH_AND_STEPS[name]
     accumulated = args.per_device_train_batch_size * args.gradient_accumulation_steps
     assert accumulated * args.num_mini_batches == batch
     assert args.num_ppo_epochs * args.num_mini_batches == steps
 
-    lm = tiny_lm("gpt_neox")
-    monkeypatch.chdir(tmp_path)
-    args = replace(
-        args,
-        model_name_or_path=lm,
-        sft_model_path=args.sft_model_path and lm,
-        reward_model_path=lm if name == "rloo" else tiny_preference_model("gpt_neox"),
-        dataset_name=tiny_posts,
-        total_episodes=batch,
-        num_eval_prompts=4,
-        response_length=8,
-        max_prompt_length=200,
-    )
-    _, folder = script.train(args)
-    assert folder == tmp_path / f"models/minimal/{name}"
-    assert ("random reward head" in capsys.readouterr().out) == (name == "rloo")
-    rows = rows_of(folder)
-    assert len(rows) == 1
-    assert rows[0]["episode"] == batch
-    assert rows[0]["env/reward_std"] > 0
-    assert (folder / "model/model.safetensors").exists()
 
-
-# ---- Judges that compare scores ----------------------------------------------------------------------------
+# ---- Judges ------------------------------------------------------------------------------------------------
 
 
 def test_a_named_judge_is_the_judge(rloo, script, tiny_preference_model, monkeypatch):
@@ -223,15 +180,8 @@ def test_a_named_judge_is_the_judge(rloo, script, tiny_preference_model, monkeyp
     assert evaluation_of(folder)["judge"] == args.judge_model
     rows = rows_of(folder, "evaluation_samples.jsonl")
     ours, theirs = (scores_by_hand(args.judge_model, rows, name) for name in ("after", "reference"))
-    assert evaluation_of(folder)["after"]["win rate"] == pytest.approx(win_rate_by_hand(ours, theirs))
-
-
-def test_the_judge_of_tiny_refuses_other_posts(rloo, script, tmp_path):
-    """Its gold score knows only its own."""
-    rows = [dict(prompt=f"Post {i}.\n\nTL;DR:", completion=" A post.") for i in range(12)]
-    data = write_rows(tmp_path / "data", train=rows, test=rows)
-    with pytest.raises(ValueError, match="for other data, use --judge-fn None"):
-        rloo(dataset_name=data, judge_fn=script.RECIPES["tiny"].judge_fn)
+    wins = [(x > y) + 0.5 * (x == y) for x, y in zip(ours, theirs, strict=True)]
+    assert evaluation_of(folder)["after"]["win rate"] == pytest.approx(sum(wins) / len(wins))
 
 
 def test_without_references(rloo, script, tiny_preference_model, tmp_path):
@@ -270,9 +220,6 @@ return [float(len(r)) for r in completions]"""
     other = tiny_preference_model()
     _, folder = script.train(script.parse_args(["--resume", args.output_dir, "--judge-model", other]))
     assert evaluation_of(folder)["judge"] == other
-
-
-# ---- Chat models as judges ---------------------------------------------------------------------------------
 
 
 def ask(script, flags, posts, responses):
@@ -333,25 +280,11 @@ def test_a_chat_judge_reads_verdicts(script, chat_with, answer, expected):
     assert 8 < sum(verdicts) < 32
 
 
-def test_a_chat_judge_tries_again(script, chat_with, monkeypatch):
-    """Two failures and an answer is an answer. Five failures are an error of the library."""
-    waits = []
-    monkeypatch.setattr(time, "sleep", waits.append)
-    answers = [503, 503, "A", *[503] * 5]
-    flags, asked = chat_with(lambda question: answers.pop(0))
-    posts = [dict(prompt="p", reference=" a")]
-    assert ask(script, flags, posts, [" b"]) != [None]
-    assert len(asked) == 3 and len(waits) == 2 and min(waits) > 0
-    with pytest.raises(openai.APIStatusError, match="503"):
-        ask(script, flags, posts, [" b"])
-    assert len(asked) == 8 and not answers
-
-
 # ---- The verb judge ----------------------------------------------------------------------------------------
 
 
-def test_the_verb_judge(script, capsys, monkeypatch, tiny_lm, tiny_posts, tmp_path):
-    """The flags of TRL's judge_tldr.py, here with a judge whose win rate is known; or one that is gone."""
+def test_the_verb_judge(script, capsys, tiny_lm, tiny_posts, tmp_path):
+    """The flags of TRL's judge_tldr.py, here with a judge whose win rate is known."""
     [judge] = reward_file(tmp_path, "return [float(len(r)) for r in completions]")
     flags = f"--model_name_or_path {tiny_lm()} --dataset_name {tiny_posts} --num_examples 5"
     flags += " --max_prompt_length 200 --response_length 2"
@@ -360,119 +293,42 @@ def test_the_verb_judge(script, capsys, monkeypatch, tiny_lm, tiny_posts, tmp_pa
     expected = "Model win rate: 0.00% +- 0.00% (0.0% ties, 0.0% without verdict), n = 5, judge "
     line = out.splitlines()[-1]
     assert line.startswith(expected) and line.endswith(f", model {flags.split()[1]}, data {tiny_posts}")
-    with pytest.raises(script.UserError, match="and no --resume"):
-        script.judge_policy(script.Args(resume="RUN"))
+    for flags in (dict(resume="RUN"), dict(sft_model_path=tiny_lm())):
+        with pytest.raises(script.UserError, match="use --sft-model-path None and no --resume"):
+            script.judge_policy(script.Args(**flags))
     with pytest.raises(script.UserError, match="judge needs --judge-model or --judge-fn"):
         script.judge_policy(script.Args(model_name_or_path=tiny_lm()))
 
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    monkeypatch.setenv("OPENAI_API_KEY", "any")
-    gone = f"--judge_model m --judge_url http://localhost:{free_port()}/v1"
-    with pytest.raises(openai.APIConnectionError):
-        script.main(["judge", *flags.split(), *gone.split()])
 
-
-def scores_by_hand(folder, rows, column):
-    """The scores of texts after their prompts, by a reward model in plain transformers."""
-    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    model.config.pad_token_id = None  # so that transformers reads the last token
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    scores = []
-    for row in rows:
-        ids = tokenizer(row["prompt"]).input_ids + tokenizer(row[column]).input_ids
-        with torch.no_grad():
-            scores.append(model(torch.tensor([[*ids, tokenizer.eos_token_id]])).logits.item())
-    return scores
-
-
-def win_rate_by_hand(ours, theirs):
-    """Of scores of our texts and of the references: the share that is higher, with half of the ties."""
-    pairs = list(zip(ours, theirs, strict=True))
-    return sum((x > y) + 0.5 * (x == y) for x, y in pairs) / len(pairs)
-
-
-def with_stop_tokens(folder, target, *ids):
-    """A copy of a model that has these stop tokens too. -> its folder, a str"""
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    model.generation_config.eos_token_id = [model.config.eos_token_id, *ids]
-    model.save_pretrained(target)
-    AutoTokenizer.from_pretrained(folder).save_pretrained(target)
-    return str(target)
-
-
-JUDGE_FUNCTION = """import json
-def length(prompts, completions, completion_ids, **columns):
-    with open(__file__ + ".ids", "a") as file:
-        file.write(json.dumps([completions, completion_ids]) + "\\n")
-    return [float(len(text) % 4) for text in completions]
-"""
-
-
-@pytest.mark.parametrize("kind", ["reward model", "function"])
 def test_the_verb_judge_takes_the_flags_of_training(
-    rloo, script, small, bang_lm, tiny_preference_model, monkeypatch, capsys, tmp_path, kind
+    rloo, script, small, bang_lm, tiny_preference_model, monkeypatch
 ):
-    """Summaries are those of a run with the same flags.
-
-    The flags are about precision and stop tokens; the tokenizer puts BOS in front of each text.
-    """
-    lm = bang_lm(bos=True)
-    tokenizer = AutoTokenizer.from_pretrained(lm)
+    """It judges the summaries that a run with the same flags evaluates, after prompts that begin with BOS."""
     calls = spy(monkeypatch, script, "sample_responses")
     flags = dict(
-        model_name_or_path=lm, num_eval_prompts=11, temperature=1.1, response_length=25, learning_rate=0.0
+        model_name_or_path=bang_lm(bos=True),
+        judge_model=tiny_preference_model(),
+        bf16=True,
+        stop_token=None,
+        missing_eos_penalty=None,
+        num_eval_prompts=11,
+        temperature=1.1,
+        response_length=25,
     )
-    if kind == "reward model":
-        flags |= dict(judge_model=tiny_preference_model(), bf16=True)
-        flags["model_name_or_path"] = with_stop_tokens(lm, tmp_path / "lm", *range(200, 300))
-    else:
-        (tmp_path / "one.py").write_text(JUDGE_FUNCTION)
-        flags |= dict(judge_fn=f"{tmp_path}/one.py:length", stop_token=None, missing_eos_penalty=None)
     _, folder, _ = rloo(**flags, total_episodes=8, num_sample_generations=0)
-    b, _ = calls[0][1]
-    rows = rows_of(folder, "evaluation_samples.jsonl")
-
+    _, (b, _) = calls[0]
     calls.clear()
-    (tmp_path / "one.py.ids").unlink(missing_ok=True)
-    capsys.readouterr()
     args = small("rloo_tldr", **flags)
     result = script.judge_policy(args)
-    [(_, (judged, texts))] = calls
-    assert texts == [row["before"] for row in rows]
+    [(_, (judged, responses))] = calls
+    assert responses == [row["before"] for row in rows_of(folder, "evaluation_samples.jsonl")]
     assert torch.equal(judged["ids"], b["ids"])
     assert torch.equal(judged["sampling_logprobs"], b["sampling_logprobs"])
     first = judged["ids"][judged["mask"].cumsum(1) == 1]  # of each row, the first token that is no padding
-    assert first.tolist() == [tokenizer.bos_token_id] * 11
-
-    if kind == "reward model":
-        ours, theirs = (scores_by_hand(args.judge_model, rows, name) for name in ("before", "reference"))
-        judge = args.judge_model
-        last = {ids[mask][-1].item() for ids, mask in zip(judged["ids"], judged["mask"])}
-        assert {tokenizer.eos_token_id} < last <= {tokenizer.eos_token_id, *range(200, 300)}
-        script.judge_policy(replace(args, bf16=False, dtype="float32"))
-        assert not torch.equal(calls[1][1][0]["sampling_logprobs"], judged["sampling_logprobs"])
-    else:
-        ours, theirs = ([len(row[name]) % 4 for row in rows] for name in ("before", "reference"))
-        judge = args.judge_fn
-        assert not judged["stopped"].any()
-        for completions, ids in rows_of(tmp_path, "one.py.ids"):  # without BOS and EOS
-            assert ids == tokenizer(completions, add_special_tokens=False).input_ids
-    assert result["win rate"] == pytest.approx(win_rate_by_hand(ours, theirs), abs=1e-6)
-    assert 0 < result["win rate"] < 1
-    assert f"n = 11, judge {judge}, sampling, temperature 1.1, at most 25 tokens" in capsys.readouterr().out
-
-
-def test_the_verb_judge_needs_references(script, small, capsys, tmp_path):
-    """Posts without a summary are left out. If no post has one, a line says so."""
-    train = [dict(prompt=f"Old post {i}.\n\nTL;DR:", completion=" Old.") for i in range(12)]
-    test = [dict(prompt=f"Post {i}.\n\nTL;DR:", completion=" abc"[: i % 3 + 2] * (i % 2)) for i in range(9)]
-    some = write_rows(tmp_path / "some", train=train, test=test)
-    none = write_rows(tmp_path / "none", train=train, test=[row | dict(completion="") for row in test])
-    body = "assert not any(p.startswith('Old') for p in prompts)\nreturn [float(len(c)) for c in completions]"
-    flags = dict(judge_fn=reward_file(tmp_path, body)[0], num_eval_prompts=8, output_dir=None)
-    result = script.judge_policy(small("rloo_tldr", dataset_name=some, **flags))
+    assert first.tolist() == [AutoTokenizer.from_pretrained(args.model_name_or_path).bos_token_id] * 11
+    assert not judged["stopped"].any()
     assert set(result) == {"win rate", "+- (95 % interval)", "ties", "no verdict"}
-    assert "n = 4, judge " in capsys.readouterr().out
-    words = ["judge", *flags_of(small("rloo_tldr", dataset_name=none, **flags))]
-    line = one_line(script, words, capsys)
-    assert line.endswith(f"{none}: a judge needs references, a column completion (or --judge-fn None)")
+    assert result == {name: pytest.approx(evaluation_of(folder)["before"][name]) for name in result}
+    assert 0 < result["win rate"] < 1
+    script.judge_policy(replace(args, bf16=False, dtype="float32"))
+    assert not torch.equal(calls[1][1][0]["sampling_logprobs"], judged["sampling_logprobs"])

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from conftest import EOS, byte_level_tokenizer, ids_of
 from run_tools import (
+    DIALOGS,
     adamw_step,
     assert_weights_of,
     distance,
@@ -28,6 +29,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
+SCRIPT = "sft"
 close = dict(rel=1e-3, abs=2e-5)
 
 
@@ -86,7 +88,7 @@ def collated(calls, split, tokenizer):
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_every_number_of_sft(sft, scripts, tiny_lm, tmp_path, monkeypatch, capsys, packing):
+def test_every_number_of_sft(sft, script, tiny_lm, tmp_path, monkeypatch, capsys, packing):
     """Metrics of each update, the table before and after, the samples, and the weights in model/."""
     data, train, test = three_splits(tmp_path / "data", posts_of, 11)
     model, tokenizer = language_model(tiny_lm())
@@ -95,7 +97,7 @@ def test_every_number_of_sft(sft, scripts, tiny_lm, tmp_path, monkeypatch, capsy
     assert len(all_train[4][0]) == 96 and all_train[4][0][-1] != tokenizer.eos_token_id
     num_rows = filled_rows(all_train, 96) if packing else 11
     assert num_rows < 8 or not packing
-    calls = spy(monkeypatch, scripts["sft"], "collate_rows")
+    calls = spy(monkeypatch, script, "collate_rows")
     _, folder, metrics = sft(
         dataset_name=data,
         packing=packing,
@@ -167,65 +169,23 @@ def test_every_number_of_sft(sft, scripts, tiny_lm, tmp_path, monkeypatch, capsy
     assert [row["update"] for row in samples] == [updates] * 2
 
 
-def test_held_out_documents_are_drawn_at_random(sft, scripts, tiny_lm, tmp_path, monkeypatch):
+def test_held_out_documents_are_drawn_at_random(sft, script, tiny_lm, tmp_path, monkeypatch):
     """Another seed draws others, and another order of the training rows. Validation rows are not used."""
     data, _, _ = three_splits(tmp_path / "data", texts_of, 8)
     tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
+    flags = dict(dataset_name=data, packing=False, num_train_rows=8, num_train_epochs=2.0, num_samples=0)
     held_out, orders = [], []
     for seed in (1, 2, 3):
         with monkeypatch.context() as patch:
-            calls = spy(patch, scripts["sft"], "collate_rows")
-            sft(
-                f"run{seed}",
-                dataset_name=data,
-                seed=seed,
-                packing=False,
-                num_train_rows=8,
-                num_train_epochs=2.0,
-                num_samples=0,
-            )
+            calls = spy(patch, script, "collate_rows")
+            sft(f"run{seed}", seed=seed, **flags)
         held_out.append(tuple(sum(collated(calls[:1], "test", tokenizer), [])))
         order = sum(collated(calls[1:5], "train", tokenizer), [])
         assert sorted(order[:8]) == sorted(order[8:]) == list(range(8))
         assert order[:8] != order[8:]  # another order in each epoch
         orders.append(tuple(order))
-    assert len({frozenset(numbers) for numbers in held_out} | {frozenset(range(4))}) >= 3
     assert all(sorted(numbers) != [0, 1, 2, 3] for numbers in held_out)
     assert len(set(orders)) == len(set(held_out)) == 3
-
-
-def test_samples_are_drawn_from_all_tokens(scripts, tiny_lm):
-    """Not only the 50 likeliest (transformers' default). 40 tokens, or a stop token."""
-    model, tokenizer = language_model(tiny_lm())
-    model.lm_head.weight.data *= 0.3  # flatter
-    stops = [tokenizer.eos_token_id, *range(100, 130)]
-    model.generation_config.eos_token_id = stops
-    ids = tokenizer("The film was").input_ids
-    drawn = []
-    multinomial = torch.multinomial
-
-    def recorded(probs, count):
-        token = multinomial(probs, count)
-        drawn[-1].append((token.item(), (probs > probs[token]).sum().item()))  # token, rank
-        return token
-
-    torch.manual_seed(0)
-    ranks, lengths = [], []
-    for _ in range(6):
-        drawn.append([])
-        torch.multinomial = recorded
-        try:
-            [row] = scripts["sft"].write_samples(model, tokenizer, [(ids + [7], [-100] * len(ids) + [7])])
-        finally:
-            torch.multinomial = multinomial
-        tokens = [token for token, _ in drawn[-1]]
-        assert row == dict(prompt="The film was", completion=tokenizer.decode(tokens))
-        assert not set(tokens[:-1]) & set(stops)
-        assert len(tokens) == 40 or tokens[-1] in stops
-        lengths.append(len(tokens))
-        ranks += [rank for _, rank in drawn[-1]]
-    assert len(set(lengths)) > 1
-    assert 0.1 < sum(rank >= 50 for rank in ranks) / len(ranks) < 0.99
 
 
 def test_dropout_is_on_in_training_only(sft, tmp_path):
@@ -263,59 +223,46 @@ def test_lora_is_merged_as_it_was_trained(sft, tiny_lm):
 # ---- Documents ---------------------------------------------------------------------------------------------
 
 
-def documents_of(scripts, tokenizer, *examples, **flags):
-    """sft.load_documents of these rows of a data set, without the text."""
-    script = scripts["sft"]
-    documents, _ = script.load_documents(examples, tokenizer, script.Args(**flags))
-    return [(list(ids), list(labels)) for ids, labels in documents]
-
-
-def pairs_of(prompts, completions):
-    """Rows with the columns prompt and completion."""
-    return [dict(prompt=prompt, completion=completion) for prompt, completion in zip(prompts, completions)]
-
-
-def test_damaged_rows_are_skipped(scripts):
+def test_damaged_rows_are_skipped(script):
     """Each completion stays with its prompt. Rows without a text, a prompt or a completion are skipped. A
     prompt may be empty."""
     tokenizer = byte_level_tokenizer()
     prompts = ["one", None, "two", "", "three", "four"]
     completions = [" a", " b", None, " c", "", " d"]
-    documents = documents_of(scripts, tokenizer, *pairs_of(prompts, completions))
+    rows = [dict(prompt=x, completion=y) for x, y in zip(prompts, completions, strict=True)]
+    documents, _ = script.load_documents(rows, tokenizer, script.Args())
     assert [tokenizer.decode(ids) for ids, _ in documents] == [f"one a{EOS}", f" c{EOS}", f"four d{EOS}"]
     learned = [tokenizer.decode([label for label in labels if label != -100]) for _, labels in documents]
     assert learned == [f" a{EOS}", EOS, f" d{EOS}"]  # nothing predicts the first token of a document
-    texts = [dict(text=text) for text in ("one", None, "", "two", "three")]
-    documents = documents_of(scripts, tokenizer, *texts, {})
+    rows = [dict(text=text) for text in ("one", None, "", "two", "three")] + [{}]
+    documents, _ = script.load_documents(rows, tokenizer, script.Args())
     assert [tokenizer.decode(ids) for ids, _ in documents] == [text + EOS for text in ("one", "two", "three")]
 
 
-def test_two_kinds_of_columns_are_refused(scripts):
+def test_two_kinds_of_columns_are_refused(script):
     """text, and prompt and completion too: one of them would be ignored. Other columns may be there."""
-    tokenizer = byte_level_tokenizer()
-    with pytest.raises(scripts["sft"].UserError, match="has text and completion; keep one of them"):
-        documents_of(scripts, tokenizer, dict(prompt="one", completion=" two", text="three"))
-    example = dict(text="three", prompt="one", completion=None, label=1)
-    [(ids, labels)] = documents_of(scripts, tokenizer, example)
-    assert tokenizer.decode(ids) == f"three{EOS}" and labels == [-100, *ids[1:]]
+    tokenizer, args = byte_level_tokenizer(), script.Args()
+    with pytest.raises(script.UserError, match="has text and completion; keep one of them"):
+        script.load_documents([dict(prompt="one", completion=" two", text="three")], tokenizer, args)
+    row = dict(text="three", prompt="one", completion=None, label=1)
+    [(ids, _)], _ = script.load_documents([row], tokenizer, args)
+    assert tokenizer.decode(ids) == f"three{EOS}"
 
 
 # ---- Models from a config ----------------------------------------------------------------------------------
 
 
-def test_a_tokenizer_that_would_be_replaced_is_refused(scripts):
+def test_a_tokenizer_that_would_be_replaced_is_refused(script):
     """transformers loads a Qwen2 model with its own way to split texts."""
     tokenizer = byte_level_tokenizer(["1234567 sun"] * 9)  # 1234567 is one token; Qwen2 splits it into digits
-    script = scripts["sft"]
     with pytest.raises(script.UserError, match="with a qwen2 model, transformers would load"):
         sizes = "hidden_size=8 num_hidden_layers=1 num_attention_heads=1 num_key_value_heads=1"
         script.model_from_config(f"qwen2 {sizes}", tokenizer)
     script.model_from_config(TINY_GPT2, tokenizer)
 
 
-def test_a_name_that_a_config_does_not_have_is_refused(scripts):
+def test_a_name_that_a_config_does_not_have_is_refused(script):
     """transformers would ignore it: n_layers=1 would make a GPT-2 of twelve layers."""
-    script = scripts["sft"]
     with pytest.raises(script.UserError, match="a config of type gpt2 has no n_layers"):
         script.model_from_config("gpt2 n_embd=8 n_layers=1", byte_level_tokenizer())
 
@@ -342,17 +289,6 @@ SHORT = [
     "My sister loved every song of it, and so did the people in the row behind us that night.",
 ]
 SHORT_ROWS = [dict(text=text) for text in SHORT]
-DIALOGS = [  # some can be used, some in part, some not at all
-    dict(dialog=["Who  are\nyou?", "I am Leo.", "Then come in."], act=[2, 1, 3]),
-    dict(dialog=["Fine.", " "], act=[1, 1]),
-    dict(dialog=["Alone."], act=[1]),
-    dict(dialog=["Is it?", "It is."], act=[2, 1, 3]),
-    dict(dialog=["Was it?", "It was."], act=None),
-    dict(dialog=None, act=[1, 2]),
-    dict(dialog=["Yes.", None], act=[1, 2]),
-    dict(dialog=["One.", "Two.", "Three."], act=[1, 0, 4]),
-    dict(dialog=["Four.", "Five."], act=[1, None]),
-]
 TINY_GPT2 = "gpt2 n_embd=32 n_layer=2 n_head=4 n_positions=128"
 SGD = dict(optimizer="torch.optim.SGD", max_grad_norm=None, lr_scheduler_type="constant")
 both_ends = pytest.mark.parametrize("end", ["eos", " <EOU>"])
@@ -362,9 +298,9 @@ both_ends = pytest.mark.parametrize("end", ["eos", " <EOU>"])
 
 
 @both_ends
-def test_documents_of_dialogs(scripts, small, tiny_lm, end):
+def test_documents_of_dialogs(script, small, tiny_lm, end):
     """Each utterance after a space and with its mark. One EOS at the very end, unless it was cut off."""
-    script, tokenizer = scripts["sft"], AutoTokenizer.from_pretrained(tiny_lm())
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
     documents, left_out = script.load_documents(DIALOGS, tokenizer, small("sft", utterance_end=end))
     assert left_out == "4 examples without anything to learn"
     mark, last = (EOS, "") if end == "eos" else (end, EOS)
@@ -410,9 +346,6 @@ def test_sft_gradient_does_not_depend_on_micro_batches(sft):
     assert losses[1:] == pytest.approx([losses[0]] * 2)
 
 
-# ---- What is learned ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("pad", ["own", "eos"])
 def test_eos_is_learned(sft, tiny_lm, tmp_path, pad):
     """After overfitting four short texts, their samples end in EOS, also if pad is EOS."""
@@ -445,7 +378,7 @@ def test_from_config_of_a_model_that_lists_its_layers(sft):
     assert model.config.num_hidden_layers == 2
 
 
-def test_prompts_of_samples(scripts, tiny_lm):
+def test_prompts_of_samples(script, tiny_lm):
     """The prompt of the document, or its first 8 tokens; at least one token is left to be written."""
     model, tokenizer = language_model(tiny_lm())
     model.generation_config.eos_token_id = [tokenizer.eos_token_id]
@@ -455,12 +388,12 @@ def test_prompts_of_samples(scripts, tiny_lm):
         (list(range(20)), [-100, *range(1, 20)]),
         ([3, 4, 5, 6, 7, 8, 9], [-100, 4, 5, -100, -100, 8, -100]),  # a chat with two learned turns
     ]
-    samples = scripts["sft"].write_samples(model, tokenizer, documents)
+    samples = script.write_samples(model, tokenizer, documents)
     expected = [tokenizer.decode(ids) for ids in ([5, 6], [5, 6], range(8), [3, 4, 5, 6, 7])]
     assert [row["prompt"] for row in samples] == expected
 
 
-def test_samples_fit_the_context(scripts, tiny_lm):
+def test_samples_fit_the_context(script, tiny_lm):
     """A prompt that leaves room for less than 40 tokens gets less."""
     model, tokenizer = language_model(tiny_lm())
     model.generation_config.eos_token_id = [-1]  # no end
@@ -468,19 +401,14 @@ def test_samples_fit_the_context(scripts, tiny_lm):
     ids = torch.randint(3, 1000, (context,)).tolist()
     calls = []
     model.register_forward_hook(lambda module, inputs, outputs: calls.append(inputs[0].shape[1]))
-    scripts["sft"].write_samples(model, tokenizer, [(ids, [-100] * (context - 2) + ids[-2:])])
+    script.write_samples(model, tokenizer, [(ids, [-100] * (context - 2) + ids[-2:])])
     assert calls == [context - 2, context - 1]
 
 
-def test_dropout_is_seeded_in_every_update(sft):
-    """Checkpoints, evaluations and samples do not change the masks. Each update has its own."""
-    shape = "gpt2 n_embd=32 n_layer=1 n_head=2 n_positions=256 resid_pdrop=0.5"
-    start = dict(from_config=shape)
-    _, one, _ = sft("one", save_every=1, **start)
-    _, other, _ = sft("other", save_every=0, num_eval_prompts=2, num_samples=0, **start)
-    assert same(weights(one / "model"), weights(other / "model"))
+def test_each_update_has_its_own_dropout(sft):
+    """Three equal batches, and weights that do not change, have three losses."""
     flags = dict(num_train_rows=1, num_train_epochs=12.0, learning_rate=0.0)
-    _, _, rows = sft("equal batches", **flags, **start)
+    _, _, rows = sft(from_config=f"{TINY_GPT2} resid_pdrop=0.5", **flags)
     assert len({row["loss"] for row in rows}) == len(rows) == 3
 
 
