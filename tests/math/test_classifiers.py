@@ -107,7 +107,7 @@ def test_where_prompts_are_shared(classifier_folder):
     def is_possible(arch, distributed_type="NO", **flags):
         model = reward.load_model(transformers.AutoModelForSequenceClassification, classifier_folder(arch))
         rows = [reward.Row(texts) for texts in PAIRS]
-        accelerator = SimpleNamespace(distributed_type=distributed_type)
+        accelerator = SimpleNamespace(distributed_type=distributed_type, device=torch.device("cpu"))
         learner = reward.ClassLogits(model)
         return reward.can_share_prompts(learner, rows, reward.Args(**flags), accelerator)
 
