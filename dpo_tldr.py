@@ -873,7 +873,7 @@ def compare_logprobs(lm, name, ids, mask, lengths, *ours):
     ids, mask [B, C + T]; lengths of the responses [B]; ours: computed in two ways, [B, T] each
     """
     # Some models squash their logits: Gemma 2 computes 30 * tanh(logits / 30). That shows only when
-    # logits are large. So the output layer multiplies by 64 here, and we divide by 64.
+    # logits are large. So they are multiplied by 64 before the tanh, and divided by 64 after it.
     hook = lm.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: 64 * logits)
     own = torch.zeros(len(ids), device=ids.device)  # sums over the tokens of a response
     for row, length in enumerate(lengths.tolist()):
@@ -1033,7 +1033,15 @@ def read_preferences(rows, name):
 
 
 def find_prompt(row, responses, name):
-    """The prompt of a row, a text or a chat as its responses are. It is empty if they contain it."""
+    """The prompt of a row, a text or a chat like its responses. It is empty if they contain it.
+
+    column prompt    responses                          prompt
+    text             texts                              the column
+    text             chats without a user's question    one message of the user
+    text or none     chats with a user's question       empty
+    chat             chats without a user's question    the column
+    chat             chats with a user's question       refused
+    """
     prompt = row.get("prompt") or ""
     is_contained = False
     if is_chat(responses[0]):
@@ -1047,7 +1055,7 @@ def find_prompt(row, responses, name):
         return prompt
     if is_contained:
         return []
-    columns = {name for name, value in row.items() if isinstance(value, (str, list))}
+    columns = {column for column, value in row.items() if isinstance(value, (str, list))}
     columns -= {"chosen", "rejected", "responses"}
     if "prompt" not in row and columns:  # one of them is probably the prompt
         raise UserError(

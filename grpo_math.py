@@ -5,7 +5,8 @@ is above the average of its group. If you know RLOO from rloo_tldr.py, this is w
 
 1. Rewards are verifiable: a function compares the final answer of a response with the column `answer`, and
    returns 1 or 0 (`correct` in data/math_rewards.py). The final answer is in <answer> tags, in \\boxed{} or
-   after ####: "<answer>18</answer>" is right if the column ends in "#### 18". No reward model is trained.
+   after ####; if there are several, the last one counts. "<answer>18</answer>" is right if the column ends in
+   "#### 18". No reward model is trained.
    There is no penalty for a missing EOS: a response that is cut off before its answer is wrong.
 2. The advantage of a response is its reward minus the mean reward of its group, divided by the group's
    standard deviation (`grpo_advantages`). If all rewards of a group are equal, for example because all
@@ -294,7 +295,8 @@ def train(args):
     # Functions of --reward-fn get this. global_step: updates so far. Both evaluations use the last value, so
     # that a reward with a schedule scores before and after alike.
     trainer_state = transformers.TrainerState(max_steps=updates, global_step=updates)
-    # get_scores(examples, responses, response_tokens) -> dict: name of the reward -> [B]
+    # get_scores(examples, responses, response_tokens) -> dict: name of the reward -> [B]. It holds
+    # trainer_state, so the reward functions see the number of each update.
     get_scores = partial(score_responses, load_functions(args.reward_fn), trainer_state, device)
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
@@ -309,9 +311,9 @@ def train(args):
     )
 
     # The random numbers of an evaluation depend only on the seed, so they are the same before and after
-    # training. In a resumed run too, `before` is that of the initial policy, because run.start loads a
+    # training. In a resumed run too, `before` measures the initial policy, because run.start loads a
     # checkpoint only below.
-    # respond(batch, args) -> b, responses: it generates, and calls get_scores
+    # respond(batch, args) -> b, responses. It is sample_responses: generate, decode, call get_scores.
     respond = partial(sample_responses, policy, tokenizer, stop_ids, get_scores)
     with autocast:
         before = evaluate_all(respond, held_out, args, accelerator)
@@ -359,13 +361,14 @@ def train(args):
         max_sampling_gap = torch.zeros((), device=device)
         for epoch in range(args.num_ppo_epochs):
             order = torch.randperm(P, generator=generator_for(args.seed, "order", update, epoch)).to(device)
-            for minibatch in order.split(P // args.num_mini_batches):  # numbers of tasks
+            for minibatch in order.split(P // args.num_mini_batches):  # indices of tasks
                 num_tokens = valid.view(P, k, T)[minibatch].sum()
                 with accelerator.split_between_processes(minibatch) as share:
                     rows_of_share = sorted_groups(share, b["lengths"], k)  # similar lengths: less padding
                 # Always gradient_accumulation_steps micro-batches: accelerate counts calls to accumulate, and
                 # if one is missing, optimizer.step does nothing. So do not drop rows here. To leave out a
-                # response, set its row of `valid` to False above: then it is in no loss and no mean.
+                # response, set its row of `valid` to False before this step: then it counts in no loss. (Its
+                # reward does, in the advantages of its group and in the means over responses.)
                 for rows in rows_of_share.split(n):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
                     mb_valid = valid[rows, :t]  # [n, t]
@@ -889,7 +892,8 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
 
     def logprobs_of_chunk(hidden, tokens):
         logits = token_logits(hidden, weight, temperature, bias)  # [rows, V]
-        return LogprobsAndEntropies.apply(logits, tokens)  # log softmax at the tokens, entropies
+        # log softmax at the tokens, and its entropies. Part II computes them in a way that saves memory.
+        return LogprobsAndEntropies.apply(logits, tokens)
 
     outputs = []
     for i, chunk in enumerate(zip(hidden.split(rows_at_once), tokens.split(rows_at_once))):
@@ -1135,7 +1139,7 @@ def compare_logprobs(lm, name, ids, mask, lengths, *ours):
     ids, mask [B, C + T]; lengths of the responses [B]; ours: computed in two ways, [B, T] each
     """
     # Some models squash their logits: Gemma 2 computes 30 * tanh(logits / 30). That shows only when
-    # logits are large. So the output layer multiplies by 64 here, and we divide by 64.
+    # logits are large. So they are multiplied by 64 before the tanh, and divided by 64 after it.
     hook = lm.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: 64 * logits)
     own = torch.zeros(len(ids), device=ids.device)  # sums over the tokens of a response
     for row, length in enumerate(lengths.tolist()):
@@ -1560,7 +1564,7 @@ def task_prompt(row, tokenizer, args):
         prompt = args.prompt_template.format(**row)
         if tokenizer.chat_template is not None:
             prompt = [{"role": "user", "content": prompt}]
-    if args.system_prompt is None:
+    if not args.system_prompt:
         return prompt
     if not is_chat(prompt):
         return f"{args.system_prompt}\n\n{prompt}"

@@ -110,7 +110,7 @@ class Args:
     model_name_or_path: str = "lvwerra/gpt2-imdb"  # the policy before PPO; also the reference
     reward_model_path: str = "lvwerra/distilbert-imdb"  # a classifier; it may use another tokenizer
     reward_label: str = "positive"  # the label whose logit is the reward: its name or number
-    reward_fn: list[str] | None = None  # FILE.py:function ..., instead of the classifier; called as in TRL
+    reward_fn: list[str] | None = None  # FILE.py:function ..., not the classifier; see call_reward_functions
     reward_weights: list[float] | None = None  # one for each function of --reward-fn; None: 1 each
     judge_model_path: str | None = None  # a second classifier, not seen in training, for the final table
     value_model_path: str | None = None  # a causal critic, same tokenizer, trained whole; None: a value head
@@ -127,8 +127,8 @@ class Args:
     min_text_length: int = 0  # use only reviews that are longer than this, in characters
     query_min_length: int = 2  # shortest prompt, in tokens
     query_max_length: int = 8  # longest prompt, in tokens; lengths are drawn uniformly, both ends included
-    response_min_length: int = 4  # smallest length limit; each response draws one (EOS may come earlier)
-    response_length: int = 16  # highest length limit, in tokens; EOS may end a response before its limit
+    response_min_length: int = 4  # a response has a random length limit, in tokens, from this ...
+    response_length: int = 16  # ... to this, as in TRL's example; EOS may end it earlier
     stop_token: Literal["eos"] | None = "eos"  # end at EOS and the model's other stop tokens; None: never
     stop_token_id: int | None = None  # end responses at this token id only, instead of --stop-token
     temperature: float = 1.0  # sampling temperature; all log-probabilities use it too
@@ -146,7 +146,7 @@ class Args:
     # PPO
     kl_coef: float = 0.2  # KL penalty coefficient; the initial value if kl_target is set (0 stays 0)
     kl_target: float | None = 6.0  # hold the KL near this, in nats per response; None: fixed coefficient
-    kl_horizon: float = 10_000  # time scale of that adaptation, in episodes
+    kl_horizon: float = 10_000  # time scale of the adaptation of kl_coef, in episodes
     # Set response_min_length to response_length with it: a lower limit leaves less room to end.
     missing_eos_penalty: float | None = None  # subtracted from the score of a response without a stop token
     score_clip: float | None = None  # clip scores to [-score_clip, score_clip]
@@ -234,6 +234,8 @@ def train(args):
     check_numbers(args, "score_clip")
     if args.query_min_length > args.query_max_length or args.response_min_length > args.response_length:
         raise UserError("--query-min-length or --response-min-length is larger than the largest length")
+    if args.missing_eos_penalty is not None and args.stop_token is None and args.stop_token_id is None:
+        raise UserError("--missing-eos-penalty without a stop token would penalize all responses alike")
     accelerator = start_accelerator(args)
     device, world = accelerator.device, accelerator.num_processes
     n, C, T = args.per_device_train_batch_size, args.query_max_length, args.response_length
@@ -351,7 +353,8 @@ def train(args):
                     share = share[b["lengths"][share].argsort(stable=True)]  # similar lengths: less padding
                 # Always gradient_accumulation_steps micro-batches: accelerate counts calls to accumulate, and
                 # if one is missing, optimizer.step does nothing. So do not drop rows here. To leave out a
-                # response, set its row of `valid` to False above: then it is in no loss and no mean.
+                # response, set its row of `valid` to False before step 4: then it counts in no loss and in no
+                # mean over tokens. (It does in the means over responses, which step 6 logs.)
                 for rows in share.split(n):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
                     mb_valid = valid[rows, :t]  # [n, t]
@@ -495,7 +498,6 @@ def evaluate(respond, batch, judge, args, accelerator):
         "response": responses,
         "score": b["raw_scores"].tolist(),
         "kl": (b["logprobs"] - b["ref_logprobs"]).sum(1).tolist(),
-        "ref_logprob": b["ref_logprobs"].sum(1).tolist(),
         "length": b["lengths"].tolist(),
     }
     if judge is not None:
@@ -508,7 +510,6 @@ def evaluate(respond, batch, judge, args, accelerator):
         "score mean, +-": 1.96 * pstdev(gathered["score"]) / len(rows) ** 0.5,  # half of the 95 % interval
         "score median": median(gathered["score"]),
         "KL, nats per response": fmean(gathered["kl"]),
-        "perplexity under the reference": math.exp(-sum(gathered["ref_logprob"]) / sum(gathered["length"])),
         "distinct bigrams": distinct_bigrams(gathered["response"]),
         "tokens per response": fmean(gathered["length"]),
     }
@@ -797,7 +798,8 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
 
     def logprobs_of_chunk(hidden, tokens):
         logits = token_logits(hidden, weight, temperature, bias)  # [rows, V]
-        return LogprobsAndEntropies.apply(logits, tokens)  # log softmax at the tokens, entropies
+        # log softmax at the tokens, and its entropies. Part II computes them in a way that saves memory.
+        return LogprobsAndEntropies.apply(logits, tokens)
 
     outputs = []
     for i, chunk in enumerate(zip(hidden.split(rows_at_once), tokens.split(rows_at_once))):
@@ -1080,7 +1082,7 @@ def compare_logprobs(lm, name, ids, mask, lengths, *ours):
     ids, mask [B, C + T]; lengths of the responses [B]; ours: computed in two ways, [B, T] each
     """
     # Some models squash their logits: Gemma 2 computes 30 * tanh(logits / 30). That shows only when
-    # logits are large. So the output layer multiplies by 64 here, and we divide by 64.
+    # logits are large. So they are multiplied by 64 before the tanh, and divided by 64 after it.
     hook = lm.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: 64 * logits)
     own = torch.zeros(len(ids), device=ids.device)  # sums over the tokens of a response
     for row, length in enumerate(lengths.tolist()):
@@ -1266,7 +1268,8 @@ def load_classifier(args, name, device):
 
     def classify(texts):
         tokens = tokenizer(texts, truncation=True, max_length=max_length).input_ids
-        return score_tokens(model, tokens, args.local_rollout_forward_batch_size)
+        with torch.autocast(device.type, enabled=False):  # bf16 would round the logits
+            return score_tokens(model, tokens, args.local_rollout_forward_batch_size)
 
     return classify, [model.config.id2label[i] for i in range(model.config.num_labels)]
 
@@ -1292,6 +1295,7 @@ def sequence_logits(model, ids, mask):
     if not hasattr(model, "score"):  # BERT and its family
         with torch.autocast(ids.device.type, enabled=False):  # bf16 would round the logits
             return model(input_ids=ids, attention_mask=mask.long()).logits
+    # Padding is on the right, so the model's own positions are right.
     outputs = model.base_model(input_ids=ids, attention_mask=mask.long(), use_cache=False)
     hidden = outputs.last_hidden_state  # [B, L, H]
     rows = torch.arange(len(ids), device=ids.device)

@@ -129,7 +129,7 @@ class Args:
 
     # Models
     model_name_or_path: str = "distilbert/distilbert-base-uncased"  # a language model gets a new head
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of decoders, BERT stays fp32; auto: bf16 on GPUs
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of decoders (BERT: fp32); auto: bf16 on GPUs
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
     lora_r: int = 0  # LoRA rank (0: train all weights); the head is always trained in full
     lora_alpha: int = 32  # LoRA scale: the adapter adds lora_alpha / lora_r * B A
@@ -142,7 +142,7 @@ class Args:
     label_names: str | None = None  # comma-separated names of classes 0, 1, ...; None: the labels themselves
     max_length: int = 512  # in tokens; a longer text (column text) loses its end, all others their beginning
     min_prefix_length: int = 0  # column text: cut training texts at random, to N tokens or more (0: never)
-    num_eval_prompts: int = 25_000  # held-out rows to score at the end, at most
+    num_eval_prompts: int = 25_000  # maximum number of held-out rows to score at the end
 
     # Batch: per_device_train_batch_size x gradient_accumulation_steps x processes
     num_train_epochs: float = 2.0  # epochs over the training rows, rounded to whole updates (at least one)
@@ -151,7 +151,7 @@ class Args:
 
     # Optimizer
     learning_rate: float = 5e-5  # the highest learning rate of the schedule
-    optimizer: str = "torch.optim.AdamW"  # dotted name: torch.optim.SGD, bitsandbytes.optim.Adam8bit, ...
+    optimizer: str = "torch.optim.AdamW"  # dotted name; its weight decay is the default, 0.01, on all weights
     adam_eps: float = 1e-8  # epsilon of Adam (the N+ paper uses 1e-5)
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"  # shape after the warm-up
     warmup_ratio: float = 0.0  # fraction of updates in which the learning rate rises to its full value
@@ -267,8 +267,6 @@ RECIPES = {
 #     row   responses   texts      better, worse             weight
 #     0     a > b > c   0, 1, 2    (0, 1), (0, 2), (1, 2)    1/3 each
 #     1     d > e       3, 4       (3, 4)                    1
-#
-# In the functions below train, B is the number of rows of a tensor, here texts.
 
 
 def train(args):
@@ -292,9 +290,9 @@ def train(args):
 
     classifier, has_new_head = build_classifier(args, tokenizer, train_rows, label_names)
     # Three names for the same weights. `classifier` is evaluated and saved. `wrapper` has the forward pass of
-    # the update. `learner` is what the optimizer trains: wrapper itself, DDP around it or, with FSDP2 and
-    # ZeRO-3, a sharded copy. Then wrapper waits on the CPU until the end of the run: make_learner moves only
-    # what is trained to the device.
+    # the update. `learner`, below, is what the optimizer trains: wrapper itself, or DDP around it. Only with
+    # FSDP2 and ZeRO-3 is it a copy, in shards: then wrapper stays on the CPU until copy_weights fills it at
+    # the end.
     wrapper = ClassLogits(classifier)
     shares_prompts = not has_labels and can_share_prompts(wrapper, train_rows, args, accelerator)
     is_decoder = hasattr(classifier, "score")  # transformers' name of a decoder's head; BERT has a classifier
@@ -402,7 +400,7 @@ def train(args):
             offset = score_rows(classifier, references, accelerator).mean().item()
         evaluation["reward_offset"] = classifier.config.reward_offset = offset
         source = args.center_dataset_name or "the best training responses"
-        accelerator.print(f"reward_offset: {offset:.3f}, the mean score of {len(references)} of {source}")
+        accelerator.print(f"reward_offset: {offset:.3f}, the mean score of {len(references)} texts: {source}")
 
     # 6. Report and save.
     if accelerator.is_main_process:
@@ -658,6 +656,7 @@ def sequence_logits(model, ids, mask):
     if not hasattr(model, "score"):  # BERT and its family
         with torch.autocast(ids.device.type, enabled=False):  # bf16 would round the logits
             return model(input_ids=ids, attention_mask=mask.long()).logits
+    # Padding is on the right, so the model's own positions are right.
     outputs = model.base_model(input_ids=ids, attention_mask=mask.long(), use_cache=False)
     hidden = outputs.last_hidden_state  # [B, L, H]
     rows = torch.arange(len(ids), device=ids.device)
@@ -673,7 +672,7 @@ def pair_table(rows, device):
     """All pairs of different responses to the same prompt (Ouyang et al. 2022, eq. 1). -> four tensors [N]
 
     better, worse: numbers of texts (the texts of all rows are numbered consecutively); weight: the weights of
-    a row's pairs are equal and add up to 1, so that all rows count alike; min_difference: that of the row
+    a row's pairs are equal and add up to 1, so that all rows count alike; min_difference: the row's
     """
     table = []
     first = 0  # the number of the row's first text
@@ -1053,7 +1052,7 @@ def load_labeled_rows(class_of, rows, tokenizer, args):
         label = row.get("label")
         if label not in class_of:
             raise UserError(
-                f"{args.dataset_name}: label {label!r} is none of {list(class_of)} (of a dialog: act - 1)"
+                f"{args.dataset_name}: label {label!r} is none of {list(class_of)} (dialogs: act - 1)"
             )
         labeled.append(Row([ids], class_of[label]))
     num_full = sum(len(ids) == args.max_length for ids in texts)
@@ -1189,7 +1188,15 @@ def read_preferences(rows, name):
 
 
 def find_prompt(row, responses, name):
-    """The prompt of a row, a text or a chat as its responses are. It is empty if they contain it."""
+    """The prompt of a row, a text or a chat like its responses. It is empty if they contain it.
+
+    column prompt    responses                          prompt
+    text             texts                              the column
+    text             chats without a user's question    one message of the user
+    text or none     chats with a user's question       empty
+    chat             chats without a user's question    the column
+    chat             chats with a user's question       refused
+    """
     prompt = row.get("prompt") or ""
     is_contained = False
     if is_chat(responses[0]):
@@ -1203,7 +1210,7 @@ def find_prompt(row, responses, name):
         return prompt
     if is_contained:
         return []
-    columns = {name for name, value in row.items() if isinstance(value, (str, list))}
+    columns = {column for column, value in row.items() if isinstance(value, (str, list))}
     columns -= {"chosen", "rejected", "responses"}
     if "prompt" not in row and columns:  # one of them is probably the prompt
         raise UserError(

@@ -875,7 +875,8 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
 
     def logprobs_of_chunk(hidden, tokens):
         logits = token_logits(hidden, weight, temperature, bias)  # [rows, V]
-        return LogprobsAndEntropies.apply(logits, tokens)  # log softmax at the tokens, entropies
+        # log softmax at the tokens, and its entropies. Part II computes them in a way that saves memory.
+        return LogprobsAndEntropies.apply(logits, tokens)
 
     outputs = []
     for i, chunk in enumerate(zip(hidden.split(rows_at_once), tokens.split(rows_at_once))):
@@ -1120,7 +1121,7 @@ def compare_logprobs(lm, name, ids, mask, lengths, *ours):
     ids, mask [B, C + T]; lengths of the responses [B]; ours: computed in two ways, [B, T] each
     """
     # Some models squash their logits: Gemma 2 computes 30 * tanh(logits / 30). That shows only when
-    # logits are large. So the output layer multiplies by 64 here, and we divide by 64.
+    # logits are large. So they are multiplied by 64 before the tanh, and divided by 64 after it.
     hook = lm.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: 64 * logits)
     own = torch.zeros(len(ids), device=ids.device)  # sums over the tokens of a response
     for row, length in enumerate(lengths.tolist()):
@@ -1541,6 +1542,7 @@ def sequence_logits(model, ids, mask):
     if not hasattr(model, "score"):  # BERT and its family
         with torch.autocast(ids.device.type, enabled=False):  # bf16 would round the logits
             return model(input_ids=ids, attention_mask=mask.long()).logits
+    # Padding is on the right, so the model's own positions are right.
     outputs = model.base_model(input_ids=ids, attention_mask=mask.long(), use_cache=False)
     hidden = outputs.last_hidden_state  # [B, L, H]
     rows = torch.arange(len(ids), device=ids.device)

@@ -457,7 +457,7 @@ def test_every_number_of_a_preference_model(
     lines = capsys.readouterr().out
     assert f"7 held-out rows, accuracy {evaluation['accuracy']:.4f}" in lines
     offset = f"{evaluation['reward_offset']:.3f}"
-    assert f"reward_offset: {offset}, the mean score of 13 of the best training responses" in lines
+    assert f"reward_offset: {offset}, the mean score of 13 texts: the best training responses" in lines
 
 
 def test_evaluation_of_few_pairs(script):
