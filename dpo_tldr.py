@@ -403,9 +403,7 @@ def evaluate_samples(policy, posts, tokenizer, args, accelerator, ref_model):
                 "length": lengths.tolist(),
             }
             rows += rows_of(columns)
-    # Rows of all processes, in the order of the posts. (With more processes than posts, the last one is
-    # there more than once.)
-    rows = accelerate.utils.gather_object(rows)[: len(posts)]
+    rows = accelerate.utils.gather_object(rows)  # of all processes, in the order of the posts
     gathered = {name: [row[name] for row in rows] for name in rows[0]}
     metrics = {}
     if args.judge_fn is not None and accelerator.is_main_process:  # the others would make the same calls
@@ -477,7 +475,7 @@ def pair_logprobs(model, pairs, args, accelerator):
         for rows in lengths[share].argsort(stable=True).split(args.per_device_train_batch_size):
             ids, mask, T = collate_pairs([pairs[i] for i in share[rows].tolist()], accelerator.device)
             logprobs[rows] = model(ids, mask, T).sum(1).view(-1, 2).cpu()
-    return torch.tensor(accelerate.utils.gather_object(logprobs.tolist()))[: len(pairs)]
+    return torch.tensor(accelerate.utils.gather_object(logprobs.tolist()))
 
 
 def text_length(pair):

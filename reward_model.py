@@ -8,12 +8,13 @@ If you know how to train a text classifier, this is what changes when it serves 
    (Bradley-Terry).
 
        text, label                     a classifier of texts
-       dialog, act                     a classifier of answers by intent: the reward in ppo_dialog.py
+       dialog, act                     a classifier of intents: the reward in ppo_dialog.py
        [prompt,] chosen, rejected      one score; without the column prompt, both texts include it
        [prompt,] responses             one score; the responses are ranked, best first
 
-   act is the intent of each utterance as a number: 1 is the first name in --label-names. An optional
-   column, margin, says how much higher the better score should be.
+   act is the intent of each utterance as a number: 1 is the first name in --label-names. Each utterance but
+   the first is a text: the one before it, and itself. An optional column, margin, says how much higher the
+   better score should be.
 
    Prompts and responses are texts, or chats (lists of messages).
 
@@ -259,7 +260,7 @@ RECIPES = {
 
 # ---- Training ----------------------------------------------------------------------------------------------
 #
-# Shapes: B rows of the data per update, n in a micro-batch; L tokens; Q tokens of prompts that are read once.
+# Shapes: B rows of the data per update, n in a micro-batch; L tokens; Q tokens that are read once per row.
 # A row (`Row`) is a labeled text, or a prompt with two or more responses, best first. row.texts are its texts
 # as lists of token ids. In a shape, `texts` is the number of texts in a micro-batch; they are numbered across
 # its rows. N is the number of pairs of texts, each a better and a worse response to the same prompt:
@@ -282,7 +283,8 @@ def train(args):
     train_rows, held_out_rows, references, label_names, counts = load_data(args, tokenizer)
     has_labels = label_names is not None
     if not has_labels and tokenizer.cls_token_id is None:
-        # Prompt and response are tokenized one by one (unless the model is a BERT): EOS would be in between.
+        # A decoder's prompt and response are tokenized separately. If the tokenizer appended EOS to every
+        # text, there would be one between them.
         refuse_appended_eos(tokenizer, args.model_name_or_path)
     updates = max(1, round(args.num_train_epochs * len(train_rows) / B))
     # What the progress bar shows: label -> metric.
@@ -333,11 +335,11 @@ def train(args):
             share = share[lengths[share].argsort(stable=True)]  # similar lengths: less padding
         for places in share.split(n):  # places in the batch
             rows = [batch[i] for i in places.tolist()]
-            prompts, ids, mask, row_of_text = collate_texts(rows, device, shares_prompts)
+            prefixes, ids, mask, row_of_text = collate_texts(rows, device, shares_prompts)
 
             with accelerator.accumulate(learner):  # processes exchange gradients only in the last micro-batch
                 with autocast:
-                    logits = learner(prompts, ids, mask, row_of_text)  # [texts, classes or 1]
+                    logits = learner(prefixes, ids, mask, row_of_text)  # [texts, classes or 1]
                 if has_labels:
                     labels = torch.tensor([row.label for row in rows], device=device)  # [n]
                     weight = 1.0  # for each text
@@ -521,24 +523,24 @@ def cut_to_prefixes(rows, tokenizer, args, update):
 def collate_texts(rows, device, shares_prompts=False):
     """The texts of all rows as one batch, padded on the right.
 
-    With shares_prompts, the common beginning of a row's texts is moved to `prompts`, so that the model can
-    read it once.
-    -> prompts [n, Q], padded with -1 on the left; ids [texts, L]; bool mask [texts, L]; row_of_text [texts]
+    With shares_prompts, the longest common beginning of a row's texts (the prompt, and first words that all
+    responses share) is in `prefixes`, which the model reads once. ids and mask then have the rest of each.
+    -> prefixes [n, Q], padded with -1 on the left; ids, bool mask [texts, L]; row_of_text [texts]
     """
-    prompts, texts, row_of_text = [], [], []
+    prefixes, texts, row_of_text = [], [], []
     for i, row in enumerate(rows):
         length = 0
         if shares_prompts:
             # Each text keeps its last token, where its score is read. (commonprefix works on lists too.)
             length = len(os.path.commonprefix([ids[:-1] for ids in row.texts]))
-        prompts.append(torch.tensor(row.texts[0][:length], dtype=torch.long))
+        prefixes.append(torch.tensor(row.texts[0][:length], dtype=torch.long))
         texts += [torch.tensor(ids[length:]) for ids in row.texts]
         row_of_text += [i] * len(row.texts)
     pad = partial(nn.utils.rnn.pad_sequence, batch_first=True)
-    prompts = pad(prompts, padding_value=-1, padding_side="left")
+    prefixes = pad(prefixes, padding_value=-1, padding_side="left")
     ids = pad(texts)  # with 0, which the mask hides
     mask = length_mask(torch.tensor([len(text) for text in texts]), ids.shape[1])
-    return [x.to(device) for x in (prompts, ids, mask, torch.tensor(row_of_text))]
+    return [x.to(device) for x in (prefixes, ids, mask, torch.tensor(row_of_text))]
 
 
 def preference_ids(tokenizer, prompt, responses, max_length):
@@ -589,29 +591,29 @@ class ClassLogits(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, prompts, ids, mask, row_of_text):
+    def forward(self, prefixes, ids, mask, row_of_text):
         """Class logits or scores of a batch from collate_texts. -> fp32 [texts, classes or 1]"""
-        if prompts.shape[1] == 0:  # collate_texts has left the prompts in ids
+        if prefixes.shape[1] == 0:  # collate_texts has left the prefixes in ids
             return sequence_logits(self.model, ids, mask)
-        return shared_prompt_logits(self.model, prompts, ids, mask, row_of_text)
+        return shared_prompt_logits(self.model, prefixes, ids, mask, row_of_text)
 
 
-def shared_prompt_logits(model, prompts, ids, mask, row_of_text):
-    """Class logits of texts whose beginnings, `prompts`, are read once. -> fp32 [texts, classes]
+def shared_prompt_logits(model, prefixes, ids, mask, row_of_text):
+    """Class logits of texts whose beginnings, `prefixes`, are read once. -> fp32 [texts, classes]
 
-    The keys and values of a prompt serve all texts of its row, and gradients flow back through them: nothing
+    The keys and values of a prefix serve all texts of its row, and gradients flow back through them: nothing
     is approximated.
     """
     body = model.base_model
     cache = transformers.DynamicCache(config=model.config)
-    prompt_mask = prompts >= 0  # [n, Q]
-    hidden_states(body, prompts.clamp(min=0), prompt_mask, cache)  # fills the cache
+    prefix_mask = prefixes >= 0  # [n, Q]
+    hidden_states(body, prefixes.clamp(min=0), prefix_mask, cache)  # fills the cache
     # Not cache.batch_select_indices: on a CPU, its gradient is added up in a varying order, and a resumed run
     # would not be the same bit for bit.
     for layer in cache.layers:
         layer.keys = layer.keys.index_select(0, row_of_text)  # [n, ...] -> [texts, ...]
         layer.values = layer.values.index_select(0, row_of_text)
-    full_mask = torch.cat([prompt_mask[row_of_text], mask], 1)  # [texts, Q + L]
+    full_mask = torch.cat([prefix_mask[row_of_text], mask], 1)  # [texts, Q + L]
     hidden = hidden_states(body, ids, full_mask, cache)  # [texts, L, H]
     last = mask.sum(1) - 1  # [texts]
     with torch.autocast(ids.device.type, enabled=False):  # bf16 would round the logits
@@ -669,24 +671,18 @@ def sequence_logits(model, ids, mask):
 
 
 def pair_table(rows, device):
-    """All pairs of different responses to the same prompt (Ouyang et al. 2022, eq. 1). -> four tensors [N]
+    """All pairs of responses to the same prompt (Ouyang et al. 2022, eq. 1). -> four tensors [N]
 
     better, worse: numbers of texts (the texts of all rows are numbered consecutively); weight: the weights of
-    a row's pairs are equal and add up to 1, so that all rows count alike; min_difference: the row's
+    a row's pairs are equal and add up to 1, so that all rows count alike; min_difference of the pair's row
     """
     table = []
     first = 0  # the number of the row's first text
     for row in rows:
-        pairs = different_pairs(row.texts)
+        pairs = list(itertools.combinations(range(len(row.texts)), 2))  # better before worse
         table += [(first + i, first + j, 1 / len(pairs), row.min_difference) for i, j in pairs]
         first += len(row.texts)
     return [torch.tensor(column, device=device) for column in zip(*table)]
-
-
-def different_pairs(texts):
-    """All pairs of different texts, best first. -> list of (number of the better text, of the worse one)"""
-    pairs = itertools.combinations(range(len(texts)), 2)
-    return [(better, worse) for better, worse in pairs if texts[better] != texts[worse]]
 
 
 def pair_loss(better, worse, min_difference=0.0):
@@ -1000,7 +996,10 @@ def load_data(args, tokenizer):
     is_dialog = {"dialog", "act"} <= columns
     is_text = {"text", "label"} <= columns and not is_dialog
     if args.min_prefix_length and not is_text:
-        raise UserError("--min-prefix-length is only for the columns text and label: a response stays whole")
+        raise UserError(
+            f"--min-prefix-length is only for the columns text and label; recipe {args.recipe} and the flags "
+            f"set it to {args.min_prefix_length}, and 0 turns it off"
+        )
     num_special = tokenizer.num_special_tokens_to_add()  # BERT's [CLS] and [SEP]
     if 0 < args.min_prefix_length <= num_special:
         raise UserError(f"--min-prefix-length must be more than {num_special}, the number of special tokens")
@@ -1052,7 +1051,7 @@ def load_labeled_rows(class_of, rows, tokenizer, args):
         label = row.get("label")
         if label not in class_of:
             raise UserError(
-                f"{args.dataset_name}: label {label!r} is none of {list(class_of)} (dialogs: act - 1)"
+                f"{args.dataset_name}: label {label!r} is none of {list(class_of)} (of a dialog: act - 1)"
             )
         labeled.append(Row([ids], class_of[label]))
     num_full = sum(len(ids) == args.max_length for ids in texts)
@@ -1150,18 +1149,18 @@ def load_preference_rows(rows, tokenizer, args):
     preferences, num_full, num_equal = [], 0, 0
     for row, prompt, responses in read_preferences(rows, args.dataset_name):
         texts = preference_ids(tokenizer, prompt, responses, args.max_length)
-        num_pairs = len(different_pairs(texts))
-        num_equal += math.comb(len(texts), 2) - num_pairs
-        if num_pairs:
+        different = [ids for i, ids in enumerate(texts) if ids not in texts[:i]]
+        num_equal += len(texts) - len(different)
+        if len(different) > 1:
             num_full += max(len(ids) for ids in texts) == args.max_length
-            preferences.append(Row(texts, min_difference=float(row.get("margin") or 0.0)))
+            preferences.append(Row(different, min_difference=float(row.get("margin") or 0.0)))
     if not preferences:
         raise UserError(
             f"{args.dataset_name} has no columns text and label, or dialog and act, and no row with two "
             f"different responses (chosen and rejected, or responses); its columns are {', '.join(rows[0])}"
         )
     counts = f"{len(preferences)} of {len(rows)} rows, {num_full} at the limit of {args.max_length} tokens"
-    return preferences, f"{counts}, {num_equal} pairs of equal texts left out"
+    return preferences, f"{counts}, {num_equal} responses equal to a better one left out"
 
 
 def read_preferences(rows, name):

@@ -126,8 +126,8 @@ reward_model.sequence_logits: the reward model reads the last column (trap 9)
   + mask.shape[1] - 1
 reward_model.shared_prompt_logits: texts see the pads of their prompt
   math/test_classifiers.py::test_a_prompt_that_is_read_once[gpt2]
-  - prompt_mask[row_of_text]
-  + torch.ones_like(prompt_mask[row_of_text])
+  - prefix_mask[row_of_text]
+  + torch.ones_like(prefix_mask[row_of_text])
 reward_model.collate_texts: the prompt is the whole shorter text (IndexError)
   math/test_classifiers.py::test_a_prompt_that_is_read_once[gpt2]
   - [ids[:-1] for ids in row.texts]
@@ -502,9 +502,9 @@ reward_model.pair_table: a long ranking counts more than a short one
   math/test_math.py::test_pairs_by_hand
   - 1 / len(pairs)
   + 1.0
-reward_model.different_pairs: pairs of equal texts are learned
-  runs/test_reward_model.py::test_pairs_that_are_equal_after_the_cut
-  -  if texts[better] != texts[worse]
+reward_model.load_preference_rows: pairs of equal texts are learned
+  runs/test_reward_model.py::test_responses_that_are_equal_after_the_cut
+  -  if ids not in texts[:i]
   +
 ppo_dialog.train: approxkl without its half
   runs/test_evaluation_ppo.py::test_every_metric_of_every_update[dialogs_run]

@@ -461,11 +461,11 @@ def test_every_number_of_a_preference_model(
 
 
 def test_evaluation_of_few_pairs(script):
-    """Four pairs are a table of four. Equal texts are not a pair, here as in training."""
-    rows = [script.Row([[1], [2]]), script.Row([[1], [2], [1]]), script.Row([[1], [2]])]
-    metrics, table = script.evaluate_pairs(torch.tensor([1.0, 0.0, 0.0, 2.0, 0.0, 3.5, 0.0]), rows)
+    """Four pairs are a table of four. A row counts once, however many pairs it has."""
+    rows = [script.Row([[1], [2]]), script.Row([[1], [2], [3]])]
+    metrics, table = script.evaluate_pairs(torch.tensor([1.0, 0.0, 0.0, 2.0, 0.5]), rows)
     assert [row["pairs"] for row in table] == [1, 1, 1, 1]
-    assert metrics["accuracy"] == pytest.approx((1 + 1 / 2 + 1) / 3)
+    assert metrics["accuracy"] == pytest.approx((1 + 1 / 3) / 2)
 
 
 # ---- Models ------------------------------------------------------------------------------------------------
@@ -657,8 +657,8 @@ def test_a_prompt_is_cut_once_per_row(script, tiny_lm):
         assert ids[-1] == tokenizer.eos_token_id
 
 
-def test_pairs_that_are_equal_after_the_cut(pairs, script, tiny_lm, tmp_path, capsys):
-    """They leave, and the run says how many there are, and how many prompts were cut."""
+def test_responses_that_are_equal_after_the_cut(pairs, script, tiny_lm, tmp_path, capsys):
+    """The better place counts, and the run says how many leave, and how many prompts were cut."""
     rows = [
         dict(prompt="Say.", chosen=" Yes" + " and so on" * 20, rejected=" No" + " and so on" * 20),
         dict(prompt="Say.", chosen=" no", rejected=" no"),
@@ -668,8 +668,11 @@ def test_pairs_that_are_equal_after_the_cut(pairs, script, tiny_lm, tmp_path, ca
     data = write_rows(tmp_path / "data", train=rows, test=rows[2:])
     pairs(dataset_name=data, max_length=16, num_train_epochs=0.1)
     lines = capsys.readouterr().out
-    assert "training: 2 of 4 rows, 1 at the limit of 16 tokens, 3 pairs of equal texts left out" in lines
-    assert "held out: 2 of 2 rows, 1 at the limit of 16 tokens, 1 pairs of equal texts left out" in lines
+    assert "training: 2 of 4 rows, 1 at the limit of 16 tokens, 3 responses equal to a better one" in lines
+    assert "held out: 2 of 2 rows, 1 at the limit of 16 tokens, 1 responses equal to a better one" in lines
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
+    [row], _ = script.load_preference_rows(rows[3:], tokenizer, script.Args())
+    assert [tokenizer.decode(ids) for ids in row.texts] == [f"Say. {x}{EOS}" for x in "ab"]
 
 
 # ---- Head and offset ---------------------------------------------------------------------------------------
