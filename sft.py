@@ -991,7 +991,7 @@ def special_ids(tokenizer):
     """The ids of all special tokens but <unk>, including those like <|eot_id|> that have no role. -> set"""
     added = tokenizer.added_tokens_decoder.items()
     ids = {*tokenizer.all_special_ids, *(i for i, token in added if token.special)}
-    return ids - {tokenizer.unk_token_id}
+    return ids - {tokenizer.unk_token_id} | {tokenizer.eos_token_id}  # GPT-2's EOS is its <unk> too
 
 
 def find_end_tokens(lm, tokenizer, documents, max_length):

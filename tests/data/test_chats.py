@@ -205,6 +205,8 @@ def test_an_unknown_word_ends_no_turn():
     tokenizer.unk_token = "8"
     others = sft_py.special_ids(tokenizer)
     assert tokenizer.unk_token_id not in others and tokenizer.eos_token_id in others
+    tokenizer.unk_token = tokenizer.eos_token  # as in GPT-2
+    assert tokenizer.eos_token_id in sft_py.special_ids(tokenizer)
 
 
 def test_messages_that_cannot_be_learned():
