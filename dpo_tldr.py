@@ -256,6 +256,12 @@ def train(args):
 
     policy = load_lm(args).to(device)
     check_lm(policy, train_pairs + held_out_pairs, posts, args)
+    stop_ids = end_tokens(policy, tokenizer).tolist()
+    if not any(token in post["responses"][0] for post in posts for token in stop_ids):
+        raise UserError(
+            "no reference contains a token that ends a response: set eos_token_id in the model's "
+            "generation_config.json, or use a chat template that writes it"
+        )
     # Three names for the same weights. `policy`, the Hugging Face model, writes samples and is saved. `model`
     # has the forward pass of the update. `learner` is what the optimizer trains: model itself, DDP around it
     # or, with FSDP2 and ZeRO-3, a sharded copy, whose weights copy_weights copies back at the end.
@@ -372,11 +378,6 @@ def evaluate_samples(policy, posts, tokenizer, args, accelerator, ref_model):
     policy.eval()
     device, T = accelerator.device, args.response_length
     stop_ids = end_tokens(policy, tokenizer).to(device)
-    if not any(token in post["responses"][0] for post in posts for token in stop_ids.tolist()):
-        raise UserError(
-            "no reference contains a token that ends a response: set eos_token_id in the model's "
-            "generation_config.json"
-        )
     text_of = partial(tokenizer.batch_decode, skip_special_tokens=True)
     # One random number per token. With the same posts, seed and T, rloo_tldr.py draws the same ones.
     uniforms = torch.rand(len(posts), T, generator=generator_for(args.seed, "tokens", "held-out")).to(device)
@@ -959,9 +960,9 @@ def load_splits(name):
     held_out = splits.get(source)
     if not held_out:
         source = "a random tenth of train"
-        # A random order that depends only on the data. Rows with the same column prompt are neighbors in it,
-        # so at most one prompt is on both sides.
-        train.sort(key=lambda row: random.Random(repr(row.get("prompt") or row)).random())
+        # A random order that depends only on the data: by prompt, then by row. Rows with the same prompt (of
+        # the column prompt) are neighbors in it, so at most one prompt is on both sides.
+        train.sort(key=lambda row: [random.Random(repr(x)).random() for x in (row.get("prompt"), row)])
         count = math.ceil(len(train) / 10)
         held_out, train = train[:count], train[count:]
     accelerate.PartialState().print(f"{name}: {len(held_out)} rows are held out ({source})")
@@ -1020,6 +1021,8 @@ def read_preferences(rows, name):
             responses = [row["chosen"], row.get("rejected")]
         if not isinstance(responses, list) or len(responses) < 2 or not all(responses):
             continue
+        if len({type(response) for response in responses}) > 1:
+            raise UserError(f"{name}: some responses of a row are texts, others are lists")
         prompt = find_prompt(row, responses, name)
         preferences.append((row, prompt, responses))
         repeats_prompt += [response[: len(prompt)] == prompt for response in responses if prompt]
@@ -1038,15 +1041,17 @@ def find_prompt(row, responses, name):
     text             chats without a user's question    one message of the user
     text or none     chats with a user's question       empty
     chat             chats without a user's question    the column
-    chat             chats with a user's question       refused
+    chat             chats with a user's question       refused, if both have one
+
+    A text beside complete chats is ignored, because many data sets repeat the question there.
     """
     prompt = row.get("prompt") or ""
     is_contained = False
     if is_chat(responses[0]):
         roles = [message["role"] for message in responses[0]]
-        is_contained = "user" in roles[: roles.index("assistant")]
+        is_contained = "user" in roles[: [*roles, "assistant"].index("assistant")]
     if is_chat(prompt):
-        if is_contained:
+        if is_contained and any(message["role"] == "user" for message in prompt):
             raise UserError(f"{name}: the responses contain their prompt; empty the column prompt")
         if prompt[-1]["role"] == "assistant":  # a template would close this message, and begin another one
             raise UserError(f"{name}: a prompt ends with the assistant: move that to the responses")
@@ -1074,7 +1079,7 @@ def tokenize_pair(tokenizer, prompt, responses):
     if is_chat(responses[0]):
         chats = [render_chat(tokenizer, prompt + response) for response in responses]
         texts = tokenizer(chats, add_special_tokens=False).input_ids
-        prompt = prompt or responses[0][:-1]  # all messages but the last one
+        prompt = prompt + responses[0][:-1]  # all messages but the last one
     else:
         response_ids = tokenizer(responses, add_special_tokens=False).input_ids
         texts = [tokenizer(prompt).input_ids + with_eos(ids, tokenizer) for ids in response_ids]
@@ -1501,9 +1506,11 @@ def report_samples(run, before, after, pair_columns):
 
 
 def check_numbers(args, *positive):
-    """Raise if a number is negative, or if one of those named `positive` is 0."""
+    """Raise if a number is negative (only a weight may be), or if one of those named `positive` is 0."""
     for name, value in vars(args).items():
-        if isinstance(value, (int, float)) and (value < 0 or value == 0 and name in positive):
+        if not isinstance(value, (int, float)) or name.endswith("_weight"):
+            continue
+        if value < 0 or value == 0 and name in positive:
             raise UserError(f"--{name.replace('_', '-')} cannot be {value}")
 
 

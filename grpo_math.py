@@ -1489,9 +1489,9 @@ def load_splits(name):
     held_out = splits.get(source)
     if not held_out:
         source = "a random tenth of train"
-        # A random order that depends only on the data. Rows with the same column prompt are neighbors in it,
-        # so at most one prompt is on both sides.
-        train.sort(key=lambda row: random.Random(repr(row.get("prompt") or row)).random())
+        # A random order that depends only on the data: by prompt, then by row. Rows with the same prompt (of
+        # the column prompt) are neighbors in it, so at most one prompt is on both sides.
+        train.sort(key=lambda row: [random.Random(repr(x)).random() for x in (row.get("prompt"), row)])
         count = math.ceil(len(train) / 10)
         held_out, train = train[:count], train[count:]
     accelerate.PartialState().print(f"{name}: {len(held_out)} rows are held out ({source})")
@@ -1564,7 +1564,7 @@ def task_prompt(row, tokenizer, args):
         prompt = args.prompt_template.format(**row)
         if tokenizer.chat_template is not None:
             prompt = [{"role": "user", "content": prompt}]
-    if not args.system_prompt:
+    if args.system_prompt is None:
         return prompt
     if not is_chat(prompt):
         return f"{args.system_prompt}\n\n{prompt}"
@@ -2021,9 +2021,11 @@ def report_tasks(run, before, after):
 
 
 def check_numbers(args, *positive):
-    """Raise if a number is negative, or if one of those named `positive` is 0."""
+    """Raise if a number is negative (only a weight may be), or if one of those named `positive` is 0."""
     for name, value in vars(args).items():
-        if isinstance(value, (int, float)) and (value < 0 or value == 0 and name in positive):
+        if not isinstance(value, (int, float)) or name.endswith("_weight"):
+            continue
+        if value < 0 or value == 0 and name in positive:
             raise UserError(f"--{name.replace('_', '-')} cannot be {value}")
 
 

@@ -353,7 +353,7 @@ def train(args):
                     share = share[b["lengths"][share].argsort(stable=True)]  # similar lengths: less padding
                 # Always gradient_accumulation_steps micro-batches: accelerate counts calls to accumulate, and
                 # if one is missing, optimizer.step does nothing. So do not drop rows here. To leave out a
-                # response, set its row of `valid` to False before step 4: then it counts in no loss and in no
+                # response, set its row of `valid` to False before step 3: then it counts in no loss and in no
                 # mean over tokens. (It does in the means over responses, which step 6 logs.)
                 for rows in share.split(n):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
@@ -1293,7 +1293,8 @@ def sequence_logits(model, ids, mask):
     real EOS if pad is EOS.
     """
     if not hasattr(model, "score"):  # BERT and its family
-        with torch.autocast(ids.device.type, enabled=False):  # bf16 would round the logits
+        # The head is inside of this call, and bf16 would round its logits. So all of BERT runs in fp32.
+        with torch.autocast(ids.device.type, enabled=False):
             return model(input_ids=ids, attention_mask=mask.long()).logits
     # Padding is on the right, so the model's own positions are right.
     outputs = model.base_model(input_ids=ids, attention_mask=mask.long(), use_cache=False)
@@ -1422,9 +1423,9 @@ def load_splits(name):
     held_out = splits.get(source)
     if not held_out:
         source = "a random tenth of train"
-        # A random order that depends only on the data. Rows with the same column prompt are neighbors in it,
-        # so at most one prompt is on both sides.
-        train.sort(key=lambda row: random.Random(repr(row.get("prompt") or row)).random())
+        # A random order that depends only on the data: by prompt, then by row. Rows with the same prompt (of
+        # the column prompt) are neighbors in it, so at most one prompt is on both sides.
+        train.sort(key=lambda row: [random.Random(repr(x)).random() for x in (row.get("prompt"), row)])
         count = math.ceil(len(train) / 10)
         held_out, train = train[:count], train[count:]
     accelerate.PartialState().print(f"{name}: {len(held_out)} rows are held out ({source})")
@@ -1849,9 +1850,11 @@ def report_evaluation(run, before, after):
 
 
 def check_numbers(args, *positive):
-    """Raise if a number is negative, or if one of those named `positive` is 0."""
+    """Raise if a number is negative (only a weight may be), or if one of those named `positive` is 0."""
     for name, value in vars(args).items():
-        if isinstance(value, (int, float)) and (value < 0 or value == 0 and name in positive):
+        if not isinstance(value, (int, float)) or name.endswith("_weight"):
+            continue
+        if value < 0 or value == 0 and name in positive:
             raise UserError(f"--{name.replace('_', '-')} cannot be {value}")
 
 

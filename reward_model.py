@@ -13,8 +13,8 @@ If you know how to train a text classifier, this is what changes when it serves 
        [prompt,] responses             one score; the responses are ranked, best first
 
    act is the intent of each utterance as a number: 1 is the first name in --label-names. Each utterance but
-   the first is a text: the one before it, and itself. An optional column, margin, says how much higher the
-   better score should be.
+   the first gives one text, which begins with the utterance before it. An optional column, margin, says how
+   much higher the better score should be.
 
    Prompts and responses are texts, or chats (lists of messages).
 
@@ -130,7 +130,7 @@ class Args:
 
     # Models
     model_name_or_path: str = "distilbert/distilbert-base-uncased"  # a language model gets a new head
-    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of decoders (BERT: fp32); auto: bf16 on GPUs
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # of a decoder's matmuls; auto: bf16 on GPUs
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
     lora_r: int = 0  # LoRA rank (0: train all weights); the head is always trained in full
     lora_alpha: int = 32  # LoRA scale: the adapter adds lora_alpha / lora_r * B A
@@ -152,7 +152,7 @@ class Args:
 
     # Optimizer
     learning_rate: float = 5e-5  # the highest learning rate of the schedule
-    optimizer: str = "torch.optim.AdamW"  # dotted name; its weight decay is the default, 0.01, on all weights
+    optimizer: str = "torch.optim.AdamW"  # dotted name; AdamW's weight decay is its default, 0.01
     adam_eps: float = 1e-8  # epsilon of Adam (the N+ paper uses 1e-5)
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"  # shape after the warm-up
     warmup_ratio: float = 0.0  # fraction of updates in which the learning rate rises to its full value
@@ -280,6 +280,7 @@ def train(args):
     B = n * args.gradient_accumulation_steps * world  # rows per update
 
     tokenizer = load_tokenizer(args.model_name_or_path)
+    # references: good responses, whose mean score becomes reward_offset (point 6)
     train_rows, held_out_rows, references, label_names, counts = load_data(args, tokenizer)
     has_labels = label_names is not None
     if not has_labels and tokenizer.cls_token_id is None:
@@ -292,9 +293,8 @@ def train(args):
 
     classifier, has_new_head = build_classifier(args, tokenizer, train_rows, label_names)
     # Three names for the same weights. `classifier` is evaluated and saved. `wrapper` has the forward pass of
-    # the update. `learner`, below, is what the optimizer trains: wrapper itself, or DDP around it. Only with
-    # FSDP2 and ZeRO-3 is it a copy, in shards: then wrapper stays on the CPU until copy_weights fills it at
-    # the end.
+    # the update. `learner`, below, is what the optimizer trains: wrapper itself, DDP around it or, with FSDP2
+    # and ZeRO-3, a sharded copy.
     wrapper = ClassLogits(classifier)
     shares_prompts = not has_labels and can_share_prompts(wrapper, train_rows, args, accelerator)
     is_decoder = hasattr(classifier, "score")  # transformers' name of a decoder's head; BERT has a classifier
@@ -335,6 +335,8 @@ def train(args):
             share = share[lengths[share].argsort(stable=True)]  # similar lengths: less padding
         for places in share.split(n):  # places in the batch
             rows = [batch[i] for i in places.tolist()]
+            # ids, mask [texts, L]: the texts. If the model can share prompts, the common beginning of a row's
+            # texts is in prefixes [n, Q] instead. row_of_text [texts]: which prefix comes before a text.
             prefixes, ids, mask, row_of_text = collate_texts(rows, device, shares_prompts)
 
             with accelerator.accumulate(learner):  # processes exchange gradients only in the last micro-batch
@@ -391,7 +393,7 @@ def train(args):
     # 5. Evaluate on held-out rows. rloo_tldr.py will subtract the mean score of the references, which are
     #    completions of center_dataset_name, or the best responses of training rows.
     copy_weights(learner, wrapper)  # does nothing if they share their weights
-    wrapper.to(device)
+    wrapper.to(device)  # with FSDP2 and ZeRO-3, it has waited on the CPU
     with autocast:
         logits = score_rows(classifier, held_out_rows, accelerator)  # [texts, classes or 1]
     if has_labels:
@@ -567,10 +569,9 @@ def preference_ids(tokenizer, prompt, responses, max_length):
         texts = [prompt_ids + with_eos(ids, tokenizer) for ids in response_ids]
     start = int(texts[0][0] in (tokenizer.bos_token_id, tokenizer.cls_token_id))  # 1: keep the first token
     # Cut the same tokens from all texts until the longest fits, but only tokens that they have in common.
-    # (If they all fit, excess is negative, and nothing is cut.)
     num_shared = len(os.path.commonprefix(texts)) - start  # commonprefix works on lists of tokens too
-    excess = max(len(ids) for ids in texts) - max_length
-    shared_cut = max(min(excess, num_shared), 0)
+    num_excess = max(0, max(len(ids) for ids in texts) - max_length)
+    shared_cut = min(num_excess, num_shared)
     # If that is not enough, a text that is still too long loses the beginning of its response too.
     cuts = [max(shared_cut, len(ids) - max_length) for ids in texts]
     return [ids[:start] + ids[start + cut :] for ids, cut in zip(texts, cuts)]
@@ -656,7 +657,8 @@ def sequence_logits(model, ids, mask):
     real EOS if pad is EOS.
     """
     if not hasattr(model, "score"):  # BERT and its family
-        with torch.autocast(ids.device.type, enabled=False):  # bf16 would round the logits
+        # The head is inside of this call, and bf16 would round its logits. So all of BERT runs in fp32.
+        with torch.autocast(ids.device.type, enabled=False):
             return model(input_ids=ids, attention_mask=mask.long()).logits
     # Padding is on the right, so the model's own positions are right.
     outputs = model.base_model(input_ids=ids, attention_mask=mask.long(), use_cache=False)
@@ -903,9 +905,9 @@ def build_classifier(args, tokenizer, train_rows, label_names):
 def can_share_prompts(wrapper, rows, args, accelerator):
     """True if the scores stay the same when the common beginning of two texts is read once."""
     classifier = wrapper.model
-    # BERT reads in both directions. A checkpointed layer cannot use a cache. FSDP2 gathers a layer for the
-    # backward pass when its output gets a gradient. For a prompt, the output of the last layer gets none, but
-    # its keys and values do, so FSDP2 would not gather that layer.
+    # BERT reads in both directions. A checkpointed layer cannot use a cache. FSDP2 gathers a layer for its
+    # backward pass only if the layer's output gets a gradient. That of a prompt's last layer gets one only
+    # through its keys and values.
     is_decoder = hasattr(classifier, "score")  # transformers' name of a decoder's head; BERT has a classifier
     if not is_decoder or args.gradient_checkpointing or accelerator.distributed_type == "FSDP":
         return False
@@ -919,7 +921,7 @@ def can_share_prompts(wrapper, rows, args, accelerator):
     wrapper.eval().to(accelerator.device)
     alone = wrapper(*collate_texts(rows, classifier.device, shares_prompts=False))
     shared = wrapper(*collate_texts(rows, classifier.device, shares_prompts=True))
-    wrapper.cpu()
+    wrapper.cpu()  # make_learner moves what is trained: with FSDP2 and ZeRO-3, only the shards
     return torch.allclose(alone, shared, rtol=0.01, atol=0.01)  # TF32 rounds by about 0.001
 
 
@@ -963,9 +965,9 @@ def load_splits(name):
     held_out = splits.get(source)
     if not held_out:
         source = "a random tenth of train"
-        # A random order that depends only on the data. Rows with the same column prompt are neighbors in it,
-        # so at most one prompt is on both sides.
-        train.sort(key=lambda row: random.Random(repr(row.get("prompt") or row)).random())
+        # A random order that depends only on the data: by prompt, then by row. Rows with the same prompt (of
+        # the column prompt) are neighbors in it, so at most one prompt is on both sides.
+        train.sort(key=lambda row: [random.Random(repr(x)).random() for x in (row.get("prompt"), row)])
         count = math.ceil(len(train) / 10)
         held_out, train = train[:count], train[count:]
     accelerate.PartialState().print(f"{name}: {len(held_out)} rows are held out ({source})")
@@ -1176,6 +1178,8 @@ def read_preferences(rows, name):
             responses = [row["chosen"], row.get("rejected")]
         if not isinstance(responses, list) or len(responses) < 2 or not all(responses):
             continue
+        if len({type(response) for response in responses}) > 1:
+            raise UserError(f"{name}: some responses of a row are texts, others are lists")
         prompt = find_prompt(row, responses, name)
         preferences.append((row, prompt, responses))
         repeats_prompt += [response[: len(prompt)] == prompt for response in responses if prompt]
@@ -1194,15 +1198,17 @@ def find_prompt(row, responses, name):
     text             chats without a user's question    one message of the user
     text or none     chats with a user's question       empty
     chat             chats without a user's question    the column
-    chat             chats with a user's question       refused
+    chat             chats with a user's question       refused, if both have one
+
+    A text beside complete chats is ignored, because many data sets repeat the question there.
     """
     prompt = row.get("prompt") or ""
     is_contained = False
     if is_chat(responses[0]):
         roles = [message["role"] for message in responses[0]]
-        is_contained = "user" in roles[: roles.index("assistant")]
+        is_contained = "user" in roles[: [*roles, "assistant"].index("assistant")]
     if is_chat(prompt):
-        if is_contained:
+        if is_contained and any(message["role"] == "user" for message in prompt):
             raise UserError(f"{name}: the responses contain their prompt; empty the column prompt")
         if prompt[-1]["role"] == "assistant":  # a template would close this message, and begin another one
             raise UserError(f"{name}: a prompt ends with the assistant: move that to the responses")
@@ -1553,9 +1559,11 @@ def load_trained(models, folder):
 
 
 def check_numbers(args, *positive):
-    """Raise if a number is negative, or if one of those named `positive` is 0."""
+    """Raise if a number is negative (only a weight may be), or if one of those named `positive` is 0."""
     for name, value in vars(args).items():
-        if isinstance(value, (int, float)) and (value < 0 or value == 0 and name in positive):
+        if not isinstance(value, (int, float)) or name.endswith("_weight"):
+            continue
+        if value < 0 or value == 0 and name in positive:
             raise UserError(f"--{name.replace('_', '-')} cannot be {value}")
 
 

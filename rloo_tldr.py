@@ -1507,10 +1507,9 @@ def preference_ids(tokenizer, prompt, responses, max_length):
         texts = [prompt_ids + with_eos(ids, tokenizer) for ids in response_ids]
     start = int(texts[0][0] in (tokenizer.bos_token_id, tokenizer.cls_token_id))  # 1: keep the first token
     # Cut the same tokens from all texts until the longest fits, but only tokens that they have in common.
-    # (If they all fit, excess is negative, and nothing is cut.)
     num_shared = len(os.path.commonprefix(texts)) - start  # commonprefix works on lists of tokens too
-    excess = max(len(ids) for ids in texts) - max_length
-    shared_cut = max(min(excess, num_shared), 0)
+    num_excess = max(0, max(len(ids) for ids in texts) - max_length)
+    shared_cut = min(num_excess, num_shared)
     # If that is not enough, a text that is still too long loses the beginning of its response too.
     cuts = [max(shared_cut, len(ids) - max_length) for ids in texts]
     return [ids[:start] + ids[start + cut :] for ids, cut in zip(texts, cuts)]
@@ -1540,7 +1539,8 @@ def sequence_logits(model, ids, mask):
     real EOS if pad is EOS.
     """
     if not hasattr(model, "score"):  # BERT and its family
-        with torch.autocast(ids.device.type, enabled=False):  # bf16 would round the logits
+        # The head is inside of this call, and bf16 would round its logits. So all of BERT runs in fp32.
+        with torch.autocast(ids.device.type, enabled=False):
             return model(input_ids=ids, attention_mask=mask.long()).logits
     # Padding is on the right, so the model's own positions are right.
     outputs = model.base_model(input_ids=ids, attention_mask=mask.long(), use_cache=False)
@@ -1700,9 +1700,9 @@ def load_splits(name):
     held_out = splits.get(source)
     if not held_out:
         source = "a random tenth of train"
-        # A random order that depends only on the data. Rows with the same column prompt are neighbors in it,
-        # so at most one prompt is on both sides.
-        train.sort(key=lambda row: random.Random(repr(row.get("prompt") or row)).random())
+        # A random order that depends only on the data: by prompt, then by row. Rows with the same prompt (of
+        # the column prompt) are neighbors in it, so at most one prompt is on both sides.
+        train.sort(key=lambda row: [random.Random(repr(x)).random() for x in (row.get("prompt"), row)])
         count = math.ceil(len(train) / 10)
         held_out, train = train[:count], train[count:]
     accelerate.PartialState().print(f"{name}: {len(held_out)} rows are held out ({source})")
@@ -2206,9 +2206,11 @@ def report_summaries(run, judge, posts, before, after):
 
 
 def check_numbers(args, *positive):
-    """Raise if a number is negative, or if one of those named `positive` is 0."""
+    """Raise if a number is negative (only a weight may be), or if one of those named `positive` is 0."""
     for name, value in vars(args).items():
-        if isinstance(value, (int, float)) and (value < 0 or value == 0 and name in positive):
+        if not isinstance(value, (int, float)) or name.endswith("_weight"):
+            continue
+        if value < 0 or value == 0 and name in positive:
             raise UserError(f"--{name.replace('_', '-')} cannot be {value}")
 
 

@@ -488,8 +488,8 @@ def next_token_loss(hidden, weight, labels, bias=None):
         hidden, weight = hidden.float(), weight.float()
         chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=128)
         # As F.cross_entropy(F.linear(hidden, weight, bias), labels), but the gradient of a chunk is computed
-        # right after its loss, so its logits need not be kept. (To weight tokens: reduction="none" works the
-        # same way. With label_smoothing, PyTorch computes all logits at once.)
+        # right after its loss, so its logits need not be kept. (To weight tokens: reduction="none", which
+        # computes them again in the backward pass. With label_smoothing, PyTorch keeps all logits.)
         loss_sum = F.linear_cross_entropy(
             hidden, weight, labels, linear_bias=bias, reduction="sum", options=chunks
         )
@@ -546,7 +546,7 @@ def load_documents(examples, tokenizer, args):
     for example in examples:
         ids, labels = make_document(example, tokenizer, args, counts)
         if ids[:2] == 2 * [tokenizer.bos_token_id]:
-            raise UserError(f"{args.dataset_name}: a text begins with BOS, which the tokenizer also adds")
+            raise UserError(f"{args.dataset_name}: a text begins with BOS twice; the tokenizer may add one")
         is_cut = len(ids) > args.max_length
         # -100 means no label. Nothing predicts the first token.
         ids, labels = ids[: args.max_length], [-100, *labels[1 : args.max_length]]
@@ -1050,9 +1050,9 @@ def load_splits(name):
     held_out = splits.get(source)
     if not held_out:
         source = "a random tenth of train"
-        # A random order that depends only on the data. Rows with the same column prompt are neighbors in it,
-        # so at most one prompt is on both sides.
-        train.sort(key=lambda row: random.Random(repr(row.get("prompt") or row)).random())
+        # A random order that depends only on the data: by prompt, then by row. Rows with the same prompt (of
+        # the column prompt) are neighbors in it, so at most one prompt is on both sides.
+        train.sort(key=lambda row: [random.Random(repr(x)).random() for x in (row.get("prompt"), row)])
         count = math.ceil(len(train) / 10)
         held_out, train = train[:count], train[count:]
     accelerate.PartialState().print(f"{name}: {len(held_out)} rows are held out ({source})")
@@ -1443,9 +1443,11 @@ def report_held_out(run, before, after, samples, num_documents):
 
 
 def check_numbers(args, *positive):
-    """Raise if a number is negative, or if one of those named `positive` is 0."""
+    """Raise if a number is negative (only a weight may be), or if one of those named `positive` is 0."""
     for name, value in vars(args).items():
-        if isinstance(value, (int, float)) and (value < 0 or value == 0 and name in positive):
+        if not isinstance(value, (int, float)) or name.endswith("_weight"):
+            continue
+        if value < 0 or value == 0 and name in positive:
             raise UserError(f"--{name.replace('_', '-')} cannot be {value}")
 
 

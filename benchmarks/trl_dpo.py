@@ -87,11 +87,11 @@ def run(seed):
         tokenizer = dpo.load_tokenizer(args.model_name_or_path)
         held_out, _ = dpo.load_pairs(dpo.load_splits(args.dataset_name)[1], tokenizer, args)
         accelerator = dpo.start_accelerator(args)
-        start = dpo.pair_logprobs(dpo.Policy(dpo.load_lm(args)), held_out, args, accelerator)
+        start = dpo.pair_logprobs(dpo.PairPolicy(dpo.load_lm(args)), held_out, args, accelerator)
         model, run_folder = dpo.train(args)
         ours = model.policy, dpo.read_rows(run_folder / "metrics.jsonl")
         for side, (lm, updates) in (("ours", ours), ("TRL", train_trl(dpo, args, folder))):
-            logprobs = dpo.pair_logprobs(dpo.Policy(lm), held_out, args, accelerator)
+            logprobs = dpo.pair_logprobs(dpo.PairPolicy(lm), held_out, args, accelerator)
             metrics = dpo.pair_metrics(logprobs, start, args.beta)
             held_out_means = {name: [x.mean().item()] for name, x in metrics.items()}
             curves = {name: [float(f"{row[name]:.6g}") for row in updates] for name in CURVES}

@@ -408,7 +408,7 @@ ppo_sentiment.load_label_scorer: a judge with one label is always certain
   +
 reward_model.sequence_logits: the logits of a BERT are rounded to bf16
   math/test_classifiers.py::test_the_logits_of_a_bert_are_not_rounded
-  - ids.device.type, enabled=False):  # bf16 would round the logits
+  - ids.device.type, enabled=False):
   -             return
   + ids.device.type, enabled=True):
   +             return
@@ -826,7 +826,7 @@ ppo_sentiment.train: the texts of the first process count as those of all
 
 ppo_sentiment.load_splits: the last rows of a file are held out
   runs/test_evaluation_ppo.py::test_which_split_is_held_out
-  - random.Random(repr(row.get("prompt") or row)).random()
+  - random.Random(repr(x)).random()
   + 0
 ppo_sentiment.load_splits: other JSON files are read by datasets
   faults/test_public_reports.py::test_json_in_other_files
@@ -1082,7 +1082,7 @@ dpo_tldr.tokenize_pair: what two answers begin with is part of the prompt
   + []
 dpo_tldr.tokenize_pair: a chat that contains its prompt has none
   runs/test_dpo_tldr.py::test_chats[implicit]
-  - prompt or responses[0][:-1]
+  - prompt + responses[0][:-1]
   + prompt
 dpo_tldr.check_lm: a model is not compared with itself
   runs/test_dpo_tldr.py::test_a_model_with_other_probabilities_is_refused

@@ -286,6 +286,12 @@ def test_a_prompt_beside_chats(scripts, tiny_lm):
     # An answer, another question and an answer to it do not contain the prompt.
     pair = dict(prompt="Hi", chosen=[good, user, good], rejected=[good, user, bad])
     assert script.find_prompt(pair, [pair["chosen"], pair["rejected"]], "data") == [user]
+    # A system message beside complete chats begins them.
+    system = dict(role="system", content="Be kind.")
+    pair = dict(prompt=[system], chosen=[user, good], rejected=[user, bad])
+    assert script.find_prompt(pair, [pair["chosen"], pair["rejected"]], "data") == [system]
+    with pytest.raises(script.UserError, match="some responses of a row are texts, others are lists"):
+        script.read_preferences([dict(prompt="Hi", chosen="a", rejected=["b", "c"])], "data")
     assert tokenizer.decode(first.texts[0]) == "<|user|>Hi<|end|><|assistant|>a<|end|>"
 
 

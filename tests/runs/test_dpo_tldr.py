@@ -92,6 +92,23 @@ def test_chats(script, tokenizer, kind):
     assert pair == ["<user>Hi.<end><assistant>", "Yes, so.<end>", "Yes, no.<end>"]
 
 
+def test_a_chat_of_several_turns(script, tokenizer):
+    """The response is the last answer, so the user's second question is a part of the prompt."""
+    turns = said("Hi.", "Hello.", "More?")[1:]
+    answers = [said("", text)[1:] for text in ("Yes.", "No.")]
+    row = dict(prompt="Hi.", chosen=turns + answers[0], rejected=turns + answers[1])
+    [pair], _ = load(script, tokenizer, row)
+    prompt = "<user>Hi.<end><assistant>Hello.<end><user>More?<end><assistant>"
+    assert pair == [prompt, "Yes.<end>", "No.<end>"]
+
+
+def test_references_that_never_end(dpo, script, monkeypatch):
+    """As chats whose template ends a turn with a token that is none of the model's ends."""
+    monkeypatch.setattr(script, "end_tokens", lambda *inputs: torch.tensor([-1]))
+    with pytest.raises(script.UserError, match="no reference contains a token that ends a response"):
+        dpo()
+
+
 def test_rows_that_are_left_out_are_counted(script, tokenizer):
     """Equal responses, missing ones, no prompt at all, and texts that are too long by one token."""
     good = dict(prompt="P:", chosen=" a b", rejected=" b")

@@ -682,3 +682,8 @@ def test_which_split_is_held_out(script, tmp_path):
     assert len(held_out) == 100 and len({row["response"] % 10 for row in held_out}) == 10
     assert 20 < sum(row["response"] < 500 for row in held_out) < 80
     assert not {row["prompt"] for row in held_out} & {row["prompt"] for row in train}
+
+    # Also if all rows have the same prompt, and the file is sorted.
+    rows = [dict(prompt="Write!", label=i // 50) for i in range(100)]
+    rows = [row | dict(text=str(i)) for i, row in enumerate(rows)]
+    assert {row["label"] for row in load("one prompt")[1]} == {0, 1}
