@@ -12,8 +12,8 @@ If you know how to train a text classifier, this is what changes when it serves 
        [prompt,] chosen, rejected      one score; without the column prompt, both texts include it
        [prompt,] responses             one score; the responses are ranked, best first
 
-   act is the intent of each utterance as a number: 1 is the first name in --label-names. Each utterance but
-   the first gives one text, which begins with the utterance before it. An optional column, margin, says how
+   act is the intent of each utterance as a number: 1 is the first name in --label-names. Every utterance
+   but the first gives one text: the previous utterance, then this one. An optional column, margin, says how
    much higher the better score should be.
 
    Prompts and responses are texts, or chats (lists of messages).
@@ -393,7 +393,7 @@ def train(args):
     # 5. Evaluate on held-out rows. rloo_tldr.py will subtract the mean score of the references, which are
     #    completions of center_dataset_name, or the best responses of training rows.
     copy_weights(learner, wrapper)  # does nothing if they share their weights
-    wrapper.to(device)  # with FSDP2 and ZeRO-3, it has waited on the CPU
+    wrapper.to(device)  # with FSDP2 and ZeRO-3, it was left on the CPU
     with autocast:
         logits = score_rows(classifier, held_out_rows, accelerator)  # [texts, classes or 1]
     if has_labels:
@@ -568,8 +568,9 @@ def preference_ids(tokenizer, prompt, responses, max_length):
         response_ids = tokenizer(responses, add_special_tokens=False).input_ids
         texts = [prompt_ids + with_eos(ids, tokenizer) for ids in response_ids]
     start = int(texts[0][0] in (tokenizer.bos_token_id, tokenizer.cls_token_id))  # 1: keep the first token
-    # Cut the same tokens from all texts until the longest fits, but only tokens that they have in common.
-    num_shared = len(os.path.commonprefix(texts)) - start  # commonprefix works on lists of tokens too
+    # Cut the same tokens from all texts until the longest fits, but only tokens that they have in common, and
+    # never the last one of a text. (commonprefix works on lists of tokens too.)
+    num_shared = max(0, len(os.path.commonprefix([ids[:-1] for ids in texts])) - start)
     num_excess = max(0, max(len(ids) for ids in texts) - max_length)
     shared_cut = min(num_excess, num_shared)
     # If that is not enough, a text that is still too long loses the beginning of its response too.
@@ -657,10 +658,10 @@ def sequence_logits(model, ids, mask):
     real EOS if pad is EOS.
     """
     if not hasattr(model, "score"):  # BERT and its family
-        # The head is inside of this call, and bf16 would round its logits. So all of BERT runs in fp32.
+        # The head runs inside this call, and bf16 would round its logits. So all of BERT runs in fp32.
         with torch.autocast(ids.device.type, enabled=False):
             return model(input_ids=ids, attention_mask=mask.long()).logits
-    # Padding is on the right, so the model's own positions are right.
+    # Padding is on the right, so the model's default positions are correct.
     outputs = model.base_model(input_ids=ids, attention_mask=mask.long(), use_cache=False)
     hidden = outputs.last_hidden_state  # [B, L, H]
     rows = torch.arange(len(ids), device=ids.device)
@@ -906,8 +907,8 @@ def can_share_prompts(wrapper, rows, args, accelerator):
     """True if the scores stay the same when the common beginning of two texts is read once."""
     classifier = wrapper.model
     # BERT reads in both directions. A checkpointed layer cannot use a cache. FSDP2 gathers a layer for its
-    # backward pass only if the layer's output gets a gradient. That of a prompt's last layer gets one only
-    # through its keys and values.
+    # backward pass only if the layer's output gets a gradient. Of a prompt's last layer, only the keys and
+    # values are used, so its output gets none.
     is_decoder = hasattr(classifier, "score")  # transformers' name of a decoder's head; BERT has a classifier
     if not is_decoder or args.gradient_checkpointing or accelerator.distributed_type == "FSDP":
         return False
@@ -999,8 +1000,8 @@ def load_data(args, tokenizer):
     is_text = {"text", "label"} <= columns and not is_dialog
     if args.min_prefix_length and not is_text:
         raise UserError(
-            f"--min-prefix-length is only for the columns text and label; recipe {args.recipe} and the flags "
-            f"set it to {args.min_prefix_length}, and 0 turns it off"
+            f"--min-prefix-length is only for the columns text and label; it is {args.min_prefix_length} (by "
+            f"recipe {args.recipe} or a flag), and 0 turns it off"
         )
     num_special = tokenizer.num_special_tokens_to_add()  # BERT's [CLS] and [SEP]
     if 0 < args.min_prefix_length <= num_special:
@@ -1200,7 +1201,8 @@ def find_prompt(row, responses, name):
     chat             chats without a user's question    the column
     chat             chats with a user's question       refused, if both have one
 
-    A text beside complete chats is ignored, because many data sets repeat the question there.
+    If the responses are complete chats, a text in the column prompt is ignored: many data sets repeat the
+    question there.
     """
     prompt = row.get("prompt") or ""
     is_contained = False
@@ -1284,7 +1286,7 @@ def start_accelerator(args):
     if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1)):
         raise UserError("accelerate cannot run several processes here: on an Apple GPU, use one")
     if accelerator.distributed_type == "DEEPSPEED":
-        # Batch, clipping and precision follow the flags, not what the config of DeepSpeed says.
+        # Batch, clipping and precision follow the flags, not DeepSpeed's config.
         accelerator.state.deepspeed_plugin.deepspeed_config |= dict(
             train_micro_batch_size_per_gpu=args.per_device_train_batch_size,
             gradient_accumulation_steps=args.gradient_accumulation_steps,
@@ -1533,7 +1535,7 @@ class Run:
 def save_trained(models, weights, folder):
     """Save only the trained weights: a hook of accelerator.save_state.
 
-    Their names have no prefix of DDP, so any number of processes can load them. With FSDP2 and DeepSpeed,
+    Their names carry no prefix of DDP, so any number of processes can load them. With FSDP2 and DeepSpeed,
     `weights` is empty, because these save their shards themselves.
     """
     if weights and accelerate.PartialState().is_main_process:

@@ -1506,8 +1506,9 @@ def preference_ids(tokenizer, prompt, responses, max_length):
         response_ids = tokenizer(responses, add_special_tokens=False).input_ids
         texts = [prompt_ids + with_eos(ids, tokenizer) for ids in response_ids]
     start = int(texts[0][0] in (tokenizer.bos_token_id, tokenizer.cls_token_id))  # 1: keep the first token
-    # Cut the same tokens from all texts until the longest fits, but only tokens that they have in common.
-    num_shared = len(os.path.commonprefix(texts)) - start  # commonprefix works on lists of tokens too
+    # Cut the same tokens from all texts until the longest fits, but only tokens that they have in common, and
+    # never the last one of a text. (commonprefix works on lists of tokens too.)
+    num_shared = max(0, len(os.path.commonprefix([ids[:-1] for ids in texts])) - start)
     num_excess = max(0, max(len(ids) for ids in texts) - max_length)
     shared_cut = min(num_excess, num_shared)
     # If that is not enough, a text that is still too long loses the beginning of its response too.
@@ -1539,10 +1540,10 @@ def sequence_logits(model, ids, mask):
     real EOS if pad is EOS.
     """
     if not hasattr(model, "score"):  # BERT and its family
-        # The head is inside of this call, and bf16 would round its logits. So all of BERT runs in fp32.
+        # The head runs inside this call, and bf16 would round its logits. So all of BERT runs in fp32.
         with torch.autocast(ids.device.type, enabled=False):
             return model(input_ids=ids, attention_mask=mask.long()).logits
-    # Padding is on the right, so the model's own positions are right.
+    # Padding is on the right, so the model's default positions are correct.
     outputs = model.base_model(input_ids=ids, attention_mask=mask.long(), use_cache=False)
     hidden = outputs.last_hidden_state  # [B, L, H]
     rows = torch.arange(len(ids), device=ids.device)
@@ -1871,7 +1872,7 @@ def start_accelerator(args):
     if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1)):
         raise UserError("accelerate cannot run several processes here: on an Apple GPU, use one")
     if accelerator.distributed_type == "DEEPSPEED":
-        # Batch, clipping and precision follow the flags, not what the config of DeepSpeed says.
+        # Batch, clipping and precision follow the flags, not DeepSpeed's config.
         accelerator.state.deepspeed_plugin.deepspeed_config |= dict(
             train_micro_batch_size_per_gpu=args.per_device_train_batch_size,
             gradient_accumulation_steps=args.gradient_accumulation_steps,
@@ -2120,7 +2121,7 @@ class Run:
 def save_trained(models, weights, folder):
     """Save only the trained weights: a hook of accelerator.save_state.
 
-    Their names have no prefix of DDP, so any number of processes can load them. With FSDP2 and DeepSpeed,
+    Their names carry no prefix of DDP, so any number of processes can load them. With FSDP2 and DeepSpeed,
     `weights` is empty, because these save their shards themselves.
     """
     if weights and accelerate.PartialState().is_main_process:

@@ -1145,7 +1145,7 @@ def start_accelerator(args):
     if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1)):
         raise UserError("accelerate cannot run several processes here: on an Apple GPU, use one")
     if accelerator.distributed_type == "DEEPSPEED":
-        # Batch, clipping and precision follow the flags, not what the config of DeepSpeed says.
+        # Batch, clipping and precision follow the flags, not DeepSpeed's config.
         accelerator.state.deepspeed_plugin.deepspeed_config |= dict(
             train_micro_batch_size_per_gpu=args.per_device_train_batch_size,
             gradient_accumulation_steps=args.gradient_accumulation_steps,
@@ -1394,7 +1394,7 @@ class Run:
 def save_trained(models, weights, folder):
     """Save only the trained weights: a hook of accelerator.save_state.
 
-    Their names have no prefix of DDP, so any number of processes can load them. With FSDP2 and DeepSpeed,
+    Their names carry no prefix of DDP, so any number of processes can load them. With FSDP2 and DeepSpeed,
     `weights` is empty, because these save their shards themselves.
     """
     if weights and accelerate.PartialState().is_main_process:

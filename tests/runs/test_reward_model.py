@@ -657,6 +657,16 @@ def test_a_prompt_is_cut_once_per_row(script, tiny_lm):
         assert ids[-1] == tokenizer.eos_token_id
 
 
+def test_a_text_that_is_the_beginning_of_another_keeps_its_end(script, tiny_lm):
+    """A chat, for example, with another turn after it."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    chats = [[dict(role="assistant", content="one two" + more)] for more in ("", " three four five six")]
+    short, long = script.preference_ids(tokenizer, [], chats, 4)
+    assert short == tokenizer("one two").input_ids[-1:]
+    assert len(long) == 4
+
+
 def test_responses_that_are_equal_after_the_cut(pairs, script, tiny_lm, tmp_path, capsys):
     """The better place counts, and the run says how many leave, and how many prompts were cut."""
     rows = [
