@@ -1014,23 +1014,31 @@ def read_preferences(rows, name):
     -> list of (row, its prompt, its responses, best first)
     """
     preferences = []
-    repeats_prompt = []  # for each response that has a prompt: does it begin with it?
     for row in rows:
         responses = row.get("responses")
         if row.get("chosen"):
             responses = [row["chosen"], row.get("rejected")]
-        if not isinstance(responses, list) or len(responses) < 2 or not all(responses):
+        if not isinstance(responses, list):
+            continue
+        responses = [response for response in responses if response]
+        if len(responses) < 2:
             continue
         if len({type(response) for response in responses}) > 1:
             raise UserError(f"{name}: some responses of a row are texts, others are lists")
-        prompt = find_prompt(row, responses, name)
-        preferences.append((row, prompt, responses))
-        repeats_prompt += [response[: len(prompt)] == prompt for response in responses if prompt]
-    if sum(repeats_prompt) > len(repeats_prompt) / 2:
+        preferences.append((row, find_prompt(row, responses, name), responses))
+    refuse_repeated_prompts(preferences, name)
+    return preferences
+
+
+def refuse_repeated_prompts(rows, name):
+    """Raise if most responses begin with their prompt. rows: list of (row, its prompt, its responses)"""
+    repeats = []
+    for _, prompt, responses in rows:
+        repeats += [response[: len(prompt)] == prompt for response in responses if prompt]
+    if sum(repeats) > len(repeats) / 2:
         raise UserError(
             f"{name}: most responses begin with their prompt, so it would be read twice: empty that column"
         )
-    return preferences
 
 
 def find_prompt(row, responses, name):
@@ -1106,12 +1114,13 @@ def load_eval_posts(pairs, tokenizer, args):
     if args.eval_dataset_name is None:
         return [pair | {"responses": pair["responses"][:1]} for pair in pairs]
     _, rows = load_splits(args.eval_dataset_name)
-    posts = []
+    texts = []
     for row in rows:
         if row["prompt"]:
             responses = [row["completion"]]
-            prompt = find_prompt(row, responses, args.eval_dataset_name)
-            posts.append(tokenize_pair(tokenizer, prompt, responses))
+            texts.append((row, find_prompt(row, responses, args.eval_dataset_name), responses))
+    refuse_repeated_prompts(texts, args.eval_dataset_name)
+    posts = [tokenize_pair(tokenizer, prompt, responses) for _, prompt, responses in texts]
     posts = [post for post in posts if text_length(post) <= args.max_length]
     limit = f"with a prompt and at most {args.max_length} tokens"
     accelerate.PartialState().print(f"{args.eval_dataset_name}: {len(posts)} of {len(rows)} rows, {limit}")

@@ -1172,23 +1172,31 @@ def read_preferences(rows, name):
     -> list of (row, its prompt, its responses, best first)
     """
     preferences = []
-    repeats_prompt = []  # for each response that has a prompt: does it begin with it?
     for row in rows:
         responses = row.get("responses")
         if row.get("chosen"):
             responses = [row["chosen"], row.get("rejected")]
-        if not isinstance(responses, list) or len(responses) < 2 or not all(responses):
+        if not isinstance(responses, list):
+            continue
+        responses = [response for response in responses if response]
+        if len(responses) < 2:
             continue
         if len({type(response) for response in responses}) > 1:
             raise UserError(f"{name}: some responses of a row are texts, others are lists")
-        prompt = find_prompt(row, responses, name)
-        preferences.append((row, prompt, responses))
-        repeats_prompt += [response[: len(prompt)] == prompt for response in responses if prompt]
-    if sum(repeats_prompt) > len(repeats_prompt) / 2:
+        preferences.append((row, find_prompt(row, responses, name), responses))
+    refuse_repeated_prompts(preferences, name)
+    return preferences
+
+
+def refuse_repeated_prompts(rows, name):
+    """Raise if most responses begin with their prompt. rows: list of (row, its prompt, its responses)"""
+    repeats = []
+    for _, prompt, responses in rows:
+        repeats += [response[: len(prompt)] == prompt for response in responses if prompt]
+    if sum(repeats) > len(repeats) / 2:
         raise UserError(
             f"{name}: most responses begin with their prompt, so it would be read twice: empty that column"
         )
-    return preferences
 
 
 def find_prompt(row, responses, name):
@@ -1245,13 +1253,14 @@ def load_reference_rows(train_rows, tokenizer, args):
     for row in rows:
         if row.get("prompt") and row.get("completion"):
             responses = [row["completion"]]
-            prompt = find_prompt(row, responses, args.center_dataset_name)
-            references.append(Row(preference_ids(tokenizer, prompt, responses, args.max_length)))
+            references.append((row, find_prompt(row, responses, args.center_dataset_name), responses))
     if not references:
         raise UserError(
             f"--center-dataset-name {args.center_dataset_name}: no row has a prompt and a completion"
         )
-    return references
+    refuse_repeated_prompts(references, args.center_dataset_name)
+    texts = [preference_ids(tokenizer, prompt, x, args.max_length) for _, prompt, x in references]
+    return [Row(ids) for ids in texts]
 
 
 def set_global_seed(seed, *purpose):

@@ -846,9 +846,9 @@ reward_model.find_prompt: answers without their prompt
   faults/test_public_reports.py::test_preferences_without_a_prompt
   - if "prompt" not in row and columns
   + if False
-reward_model.read_preferences: a prompt is read twice
+reward_model.refuse_repeated_prompts: a prompt is read twice
   faults/test_public_reports.py::test_responses_that_begin_with_their_prompt
-  - if sum(repeats_prompt) > len(repeats_prompt) / 2
+  - if sum(repeats) > len(repeats) / 2
   + if False
 reward_model.read_preferences: responses come before chosen and rejected
   runs/test_reward_model.py::test_which_columns_decide

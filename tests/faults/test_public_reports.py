@@ -266,8 +266,23 @@ def test_responses_that_begin_with_their_prompt(scripts):
             script.read_preferences([row] * 3, "data")
         [(_, prompt, _)] = script.read_preferences([row | dict(prompt="")], "data")
         assert not prompt
+    # An empty response leaves its row, and the others stay.
+    row = dict(prompt="Who?", responses=["Me.", "", "You."])
+    assert script.read_preferences([row], "data") == [(row, "Who?", ["Me.", "You."])]
     rows = [texts, dict(prompt="Who?", chosen="Me.", rejected="You.")]
     assert [prompt for _, prompt, _ in script.read_preferences(rows, "data")] == ["Who?"] * 2
+
+
+def test_references_that_begin_with_their_prompt(scripts, tiny_lm, tmp_path):
+    """They would be scored, or measured in tokens, with two prompts."""
+    row = dict(prompt="Who?", completion="Who? Me.")
+    data = write_rows(tmp_path / "data", train=[row] * 3, test=[row])
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
+    reward, dpo = scripts["reward_model"], scripts["dpo_tldr"]
+    with pytest.raises(reward.UserError, match="begin with their prompt"):
+        reward.load_reference_rows([], tokenizer, reward.Args(center_dataset_name=data))
+    with pytest.raises(dpo.UserError, match="begin with their prompt"):
+        dpo.load_eval_posts([], tokenizer, dpo.Args(eval_dataset_name=data))
 
 
 def test_a_prompt_beside_chats(scripts, tiny_lm):
