@@ -366,10 +366,12 @@ def test_a_part_of_a_sorted_file(scripts, small, tmp_path, monkeypatch):
     """The reviews of IMDB are sorted by label. Neither held-out rows nor --num-train-rows take one end."""
     rows = [dict(text=f"{'bad' if i < 50 else 'good'} film number {i}", label=i // 50) for i in range(100)]
     script, calls = scripts["sft"], spy(monkeypatch, scripts["sft"], "load_documents")
-    script.train(small("sft", dataset_name=write_rows(tmp_path / "data", train=rows), num_train_rows=20))
-    (train, *_), (held_out, *_) = [inputs for inputs, _ in calls]
-    assert len(train) == 20 and not any(row in held_out for row in train)
-    assert 4 < sum(row["label"] for row in train) < 16 and {row["label"] for row in held_out} == {0, 1}
+    _, held_out = script.load_splits(write_rows(tmp_path / "train only", train=rows))
+    assert {row["label"] for row in held_out} == {0, 1}
+    data = write_rows(tmp_path / "data", train=rows, test=rows[:5])
+    script.train(small("sft", dataset_name=data, num_train_rows=20))
+    (train, *_), _ = [inputs for inputs, _ in calls]
+    assert len(train) == 20 and 4 < sum(row["label"] for row in train) < 16
 
 
 @pytest.mark.parametrize("other", [dict(question="Who?"), dict(messages=CHAT[:1]), dict(system="Be good.")])
