@@ -256,12 +256,7 @@ def train(args):
 
     policy = load_lm(args).to(device)
     check_lm(policy, train_pairs + held_out_pairs, posts, args)
-    stop_ids = end_tokens(policy, tokenizer).tolist()
-    if not any(token in post["responses"][0] for post in posts for token in stop_ids):
-        raise UserError(
-            "no reference contains a token that ends a response: set eos_token_id in the model's "
-            "generation_config.json, or use a chat template that writes it"
-        )
+    check_ends(policy, tokenizer, posts)
     # Three names for the same weights. `policy`, the Hugging Face model, writes samples and is saved. `model`
     # has the forward pass of the update. `learner` is what the optimizer trains: model itself, DDP around it
     # or, with FSDP2 and ZeRO-3, a sharded copy, whose weights copy_weights copies back at the end.
@@ -866,6 +861,16 @@ def check_lm(lm, pairs, posts, args):
     compare_logprobs(lm, args.model_name_or_path, ids, mask, mask[:, -T:].sum(1), *ours)
 
 
+def check_ends(lm, tokenizer, posts):
+    """Raise if no reference ends as the model ends its responses: then samples would run past their end."""
+    stop_ids = end_tokens(lm, tokenizer).tolist()
+    if not any(token in post["responses"][0] for post in posts for token in stop_ids):
+        raise UserError(
+            "no reference contains a token that ends a response: set eos_token_id in the model's "
+            "generation_config.json, or use a chat template that writes it"
+        )
+
+
 def compare_logprobs(lm, name, ids, mask, lengths, *ours):
     """Refuse a model whose own log-probabilities of the responses differ from those that we computed.
 
@@ -960,8 +965,8 @@ def load_splits(name):
     held_out = splits.get(source)
     if not held_out:
         source = "a random tenth of train"
-        # A random order that depends only on the data: by prompt, then by row. Rows with the same prompt (of
-        # the column prompt) are neighbors in it, so at most one prompt is on both sides.
+        # A random order that depends only on the data: by the column prompt, then by row. Rows with the same
+        # prompt are neighbors, so at most one prompt is on both sides.
         train.sort(key=lambda row: [random.Random(repr(x)).random() for x in (row.get("prompt"), row)])
         count = math.ceil(len(train) / 10)
         held_out, train = train[:count], train[count:]

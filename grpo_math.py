@@ -6,8 +6,8 @@ is above the average of its group. If you know RLOO from rloo_tldr.py, this is w
 1. Rewards are verifiable: a function compares the final answer of a response with the column `answer`, and
    returns 1 or 0 (`correct` in data/math_rewards.py). The final answer is in <answer> tags, in \\boxed{} or
    after ####; if there are several, the last one counts. "<answer>18</answer>" is right if the column ends in
-   "#### 18". No reward model is trained.
-   There is no penalty for a missing EOS: a response that is cut off before its answer is wrong.
+   "#### 18". No reward model is trained, and there is no penalty for a missing EOS: a response that is cut
+   off before its answer is wrong.
 2. The advantage of a response is its reward minus the mean reward of its group, divided by the group's
    standard deviation (`grpo_advantages`). If all rewards of a group are equal, for example because all
    responses are right, the advantages are 0: only a KL penalty, if there is one, still has a gradient.
@@ -1489,8 +1489,8 @@ def load_splits(name):
     held_out = splits.get(source)
     if not held_out:
         source = "a random tenth of train"
-        # A random order that depends only on the data: by prompt, then by row. Rows with the same prompt (of
-        # the column prompt) are neighbors in it, so at most one prompt is on both sides.
+        # A random order that depends only on the data: by the column prompt, then by row. Rows with the same
+        # prompt are neighbors, so at most one prompt is on both sides.
         train.sort(key=lambda row: [random.Random(repr(x)).random() for x in (row.get("prompt"), row)])
         count = math.ceil(len(train) / 10)
         held_out, train = train[:count], train[count:]

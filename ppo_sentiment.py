@@ -110,7 +110,7 @@ class Args:
     model_name_or_path: str = "lvwerra/gpt2-imdb"  # the policy before PPO; also the reference
     reward_model_path: str = "lvwerra/distilbert-imdb"  # a classifier; it may use another tokenizer
     reward_label: str = "positive"  # the label whose logit is the reward: its name or number
-    reward_fn: list[str] | None = None  # FILE.py:function ..., not the classifier; see call_reward_functions
+    reward_fn: list[str] | None = None  # FILE.py:function ... as the reward; see call_reward_functions
     reward_weights: list[float] | None = None  # one for each function of --reward-fn; None: 1 each
     judge_model_path: str | None = None  # a second classifier, not seen in training, for the final table
     value_model_path: str | None = None  # a causal critic, same tokenizer, trained whole; None: a value head
@@ -1423,8 +1423,8 @@ def load_splits(name):
     held_out = splits.get(source)
     if not held_out:
         source = "a random tenth of train"
-        # A random order that depends only on the data: by prompt, then by row. Rows with the same prompt (of
-        # the column prompt) are neighbors in it, so at most one prompt is on both sides.
+        # A random order that depends only on the data: by the column prompt, then by row. Rows with the same
+        # prompt are neighbors, so at most one prompt is on both sides.
         train.sort(key=lambda row: [random.Random(repr(x)).random() for x in (row.get("prompt"), row)])
         count = math.ceil(len(train) / 10)
         held_out, train = train[:count], train[count:]

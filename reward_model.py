@@ -966,8 +966,8 @@ def load_splits(name):
     held_out = splits.get(source)
     if not held_out:
         source = "a random tenth of train"
-        # A random order that depends only on the data: by prompt, then by row. Rows with the same prompt (of
-        # the column prompt) are neighbors in it, so at most one prompt is on both sides.
+        # A random order that depends only on the data: by the column prompt, then by row. Rows with the same
+        # prompt are neighbors, so at most one prompt is on both sides.
         train.sort(key=lambda row: [random.Random(repr(x)).random() for x in (row.get("prompt"), row)])
         count = math.ceil(len(train) / 10)
         held_out, train = train[:count], train[count:]

@@ -136,7 +136,7 @@ class Args:
     num_train_rows: int | None = None  # train on N examples of the data, drawn at random; None: on all
     max_length: int = 512  # tokens per row; longer documents are cut, and lose their EOS
     packing: bool = True  # fill rows with several documents that do not see each other
-    completion_only_loss: bool = True  # column prompt: no labels on it. False: labels (if a chat, on answers)
+    completion_only_loss: bool = True  # False: learn the column prompt too (in a chat: its answers)
     utterance_end: str = " <EOU>"  # text after each utterance, as in RL4LMs; eos: EOS, as in DialoGPT
 
     # Batch: per_device_train_batch_size x gradient_accumulation_steps x processes, in packed rows
@@ -1050,8 +1050,8 @@ def load_splits(name):
     held_out = splits.get(source)
     if not held_out:
         source = "a random tenth of train"
-        # A random order that depends only on the data: by prompt, then by row. Rows with the same prompt (of
-        # the column prompt) are neighbors in it, so at most one prompt is on both sides.
+        # A random order that depends only on the data: by the column prompt, then by row. Rows with the same
+        # prompt are neighbors, so at most one prompt is on both sides.
         train.sort(key=lambda row: [random.Random(repr(x)).random() for x in (row.get("prompt"), row)])
         count = math.ceil(len(train) / 10)
         held_out, train = train[:count], train[count:]
