@@ -120,6 +120,7 @@ class Args:
     seed: int = 1  # random seed; all shuffling and sampling is a function of it
     output_dir: str | None = None  # run folder (default: runs/<script>/<recipe>-s<seed>-<time>)
     resume: str | None = None  # continue the run in this folder
+    eval_every: int = 0  # updates between evaluations during training (0: only before and after)
     save_every: int = 100  # updates between checkpoints (0: only at the end, or after a signal)
     keep_checkpoints: int = 2  # number of checkpoints to keep
     log_with: Literal["none", "wandb", "tensorboard"] = "none"  # a tracker, in addition to metrics.jsonl
@@ -259,7 +260,7 @@ def train(args):
     check_ends(policy, tokenizer, posts)
     # Three names for the same weights. `policy`, the Hugging Face model, writes samples and is saved. `model`
     # has the forward pass of the update. `learner` is what the optimizer trains: model itself, DDP around it
-    # or, with FSDP2 and ZeRO-3, a sharded copy, whose weights copy_weights copies back at the end.
+    # or, with FSDP2 and ZeRO-3, a sharded copy, whose weights copy_weights copies back for an evaluation.
     model = PairPolicy(policy)
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
@@ -274,12 +275,27 @@ def train(args):
     with autocast:
         ref_logprobs = pair_logprobs(model, train_pairs, args, accelerator)  # [N, 2]: chosen, rejected
         held_out_ref_logprobs = pair_logprobs(model, held_out_pairs, args, accelerator)
-        before = evaluate_samples(policy, posts, tokenizer, args, accelerator, ref_model=policy)
-    kl_to_itself = before[0]["KL, nats per response"]
+        metrics_before, samples_before = evaluate_samples(
+            policy, posts, tokenizer, args, accelerator, ref_model=policy
+        )
+    kl_to_itself = metrics_before["KL, nats per response"]
     assert abs(kl_to_itself) < 0.5, "sampling and update compute different log-probabilities, or nan"
+    pairs_before = pair_means(held_out_ref_logprobs, held_out_ref_logprobs, args.beta)
+    before = metrics_before, samples_before, pairs_before
 
     learner, optimizer = make_learner(model, args, accelerator)
     state = run.start(B)  # update 0 in a new run
+
+    def evaluate():
+        """Evaluate the policy as it is now. -> metrics and columns of evaluate_samples, pair_means"""
+        copy_weights(learner, model)
+        # The reference is loaded again for the KL of the samples. With LoRA, it is the policy without its
+        # adapter.
+        ref_model = None if args.lora_r else load_lm(args).to(device)
+        with autocast:
+            logprobs = pair_logprobs(model, held_out_pairs, args, accelerator)
+            samples = evaluate_samples(policy, posts, tokenizer, args, accelerator, ref_model=ref_model)
+        return *samples, pair_means(logprobs, held_out_ref_logprobs, args.beta)
 
     for update in range(state["update"] + 1, updates + 1):
         # 1. Batch: the next B pairs of an endless stream of shuffled passes. For a given B, the result does
@@ -341,20 +357,17 @@ def train(args):
             # There is no rollout here, so its time is 0.
             **performance_metrics(start_time, start_time, num_tokens, device),
         }
+        if args.eval_every and update % args.eval_every == 0 and update < updates:
+            evaluation, _, pairs = evaluate()
+            metrics |= {f"eval/{name}": x for name, x in (evaluation | pairs).items()}
         run.log(metrics)  # tensors become numbers; raises if one is not finite
         run.checkpoint({"update": update, "batch_size": B})
-    copy_weights(learner, model)
 
-    # 5. Evaluate on the same held-out pairs and posts again, and save the model. The reference is needed once
-    #    more, for the KL of the samples. With LoRA, it is the policy without its adapter.
-    ref_model = None if args.lora_r else load_lm(args).to(device)
-    with autocast:
-        held_out_logprobs = pair_logprobs(model, held_out_pairs, args, accelerator)
-        after = evaluate_samples(policy, posts, tokenizer, args, accelerator, ref_model=ref_model)
+    # 5. Evaluate on the same held-out pairs and posts again, and save the model.
+    after = evaluate()
     if accelerator.is_main_process:
         save_policy(policy, tokenizer, run.folder / "model")
-        pair_columns = pair_metrics(held_out_logprobs, held_out_ref_logprobs, args.beta)
-        report_samples(run, before, after, pair_columns)
+        report_samples(run, before, after, len(held_out_pairs))
     run.finish()
     return model, run.folder
 
@@ -674,6 +687,11 @@ def pair_metrics(logprobs, ref_logprobs, beta):
     }
 
 
+def pair_means(logprobs, ref_logprobs, beta):
+    """The means of pair_metrics over all pairs. [N, 2], [N, 2]: chosen, rejected -> dict of floats"""
+    return {name: x.mean().item() for name, x in pair_metrics(logprobs, ref_logprobs, beta).items()}
+
+
 def sample_tokens(probs, uniforms):
     """Sample one token per row by inverting the cumulative distribution. fp32 [B, V], [B] in [0, 1) -> [B]
 
@@ -746,10 +764,13 @@ class UserError(Exception):
 
 
 def resolve_path(name):
-    """Look for a folder in the working directory, then next to this file; else return a Hub name."""
+    """Look for a folder in the working directory, then next to this file; else return a Hub name.
+
+    A run folder means the model in it.
+    """
     for path in (Path(name), HERE / name):
         if path.exists():
-            return str(path)
+            return str(path / "model" if (path / "model/config.json").exists() else path)
     # transformers would say that there is no connection to the Hub.
     if str(name).startswith(("/", ".", "checkpoints/", "data/", "runs/")):
         raise UserError(f"{name}: no such file or folder")
@@ -1333,7 +1354,7 @@ class Run:
         self.console.print(table)
 
     def log(self, metrics):
-        """Log one update: to metrics.jsonl, to the tracker (under train/, as TRL does) and to the screen.
+        """Log one update: to metrics.jsonl, to the tracker and to the screen.
 
         metrics: dict of numbers, or tensors with one number -> dict of numbers
         """
@@ -1344,9 +1365,12 @@ class Run:
             names = ", ".join(not_finite)
             raise UserError(f"update {update} was not saved; not finite: {names} (--learning-rate too high?)")
         self.append("metrics.jsonl", [metrics])
-        self.accelerator.log({f"train/{name}": x for name, x in metrics.items()}, step=update)
+        # In a tracker, TRL's names begin with train/ or eval/.
+        named = {name if name.startswith("eval/") else f"train/{name}": x for name, x in metrics.items()}
+        self.accelerator.log(named, step=update)
 
-        shown = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in self.status.items())
+        status = self.status | {"lr": "lr", "seconds": "perf/seconds"}
+        shown = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in status.items())
         shown = f"update {update}/{self.updates}  {shown}"
         self.bar.start()
         self.bar.update(self.task, completed=update, description=shown)
@@ -1477,12 +1501,10 @@ def rows_of(columns):
     return [dict(zip(columns, row)) for row in zip(*columns.values())]
 
 
-def report_samples(run, before, after, pair_columns):
-    """The final tables, evaluation.json and evaluation_samples.jsonl.
-
-    before, after: from evaluate_samples; pair_columns: from pair_metrics, of the held-out pairs
-    """
-    (metrics_before, old), (metrics_after, new) = before, after
+def report_samples(run, before, after, num_pairs):
+    """The final tables, evaluation.json and evaluation_samples.jsonl. before, after: see evaluate in train"""
+    metrics_before, old, pairs_before = before
+    metrics_after, new, pairs_after = after
     columns = {
         "prompt": old["prompt"],
         "reference": old["reference"],
@@ -1496,25 +1518,26 @@ def report_samples(run, before, after, pair_columns):
         {"metric": name, "before": value, "after": metrics_after[name]}
         for name, value in metrics_before.items()
     ]
-    pairs = {name: x.mean().item() for name, x in pair_columns.items()}
+    pairs = [
+        {"metric": name, "before": value, "after": pairs_after[name]} for name, value in pairs_before.items()
+    ]
     about = {
         "before": metrics_before,
         "after": metrics_after,
         "n": len(rows),
         "judge": run.args.judge_fn,
-        "pairs": pairs,
-        "number of pairs": len(pair_columns["logps/chosen"]),
+        "pairs before": pairs_before,
+        "pairs": pairs_after,
+        "number of pairs": num_pairs,
     }
     run.table("held-out posts", rows[:3])
     run.table(f"{len(rows)} held-out posts, judge: {run.args.judge_fn}", comparison)
-    run.table(
-        f"{about['number of pairs']} held-out pairs",
-        [{"metric": name, "after": x} for name, x in pairs.items()],
-    )
+    run.table(f"{num_pairs} held-out pairs", pairs)
     (run.folder / "evaluation.json").write_text(json.dumps(about, indent=2))
     lines = [json.dumps(row) + "\n" for row in rows]
     (run.folder / "evaluation_samples.jsonl").write_text("".join(lines))
-    run.accelerator.log({f"eval/{name}": x for name, x in (metrics_after | pairs).items()}, step=run.updates)
+    evaluation = metrics_after | pairs_after
+    run.accelerator.log({f"eval/{name}": x for name, x in evaluation.items()}, step=run.updates)
 
 
 # ---- Command line ------------------------------------------------------------------------------------------
@@ -1532,17 +1555,43 @@ def check_numbers(args, *positive):
 # Flags of all scripts that may change when a run is resumed. (More updates also change the learning rates of
 # the updates that are left, unless the schedule is constant and the warm-up is over.)
 MAY_CHANGE = (
-    *("resume", "save_every", "keep_checkpoints", "log_with", "num_sample_generations"),
+    *("resume", "eval_every", "save_every", "keep_checkpoints", "log_with", "num_sample_generations"),
     *("judge_fn", "judge_model", "judge_url"),
     *("total_episodes", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("local_rollout_forward_batch_size", "gradient_checkpointing"),
 )
+
+# Flags of all scripts with which a recipe describes its own data.
+DESCRIBE_DATA = (
+    *("eval_dataset_name", "center_dataset_name", "hard_dataset_name"),
+    *("label_names", "prompt_template", "reward_fn", "judge_fn"),
+)
+
+
+def fit_recipe(recipe, args):
+    """The recipe for the data and the model that the command line names. -> Args
+
+    With other data, the flags that describe the recipe's own data go back to the defaults of Args. With
+    another model, so does --from-config, the recipe's random weights.
+    """
+    names = []
+    if args.dataset_name != recipe.dataset_name:
+        names += DESCRIBE_DATA
+    if args.model_name_or_path != recipe.model_name_or_path:
+        names.append("from_config")
+    defaults = {name: x for name, x in asdict(Args()).items() if name in names}
+    changed = [name for name, x in defaults.items() if getattr(args, name) == getattr(recipe, name) != x]
+    if changed and os.environ.get("RANK", "0") == "0":
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in changed)
+        print(f"not taken from the recipe, because they describe its own data or model: {flags}")
+    return replace(recipe, **defaults)
 
 
 def parse_args(argv):
     """The command line: an optional recipe, then flags. -> Args
 
     No recipe and no model: the recipe tiny. A model but no recipe: everything else has the defaults of Args.
+    fit_recipe says which flags of a recipe do not apply to other data.
     """
     model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")  # of all scripts
     names_model = any(word.split("=")[0].replace("_", "-") in model_flags for word in argv)
@@ -1554,9 +1603,10 @@ def parse_args(argv):
             raise UserError(f"there is no recipe {recipe!r}; the recipes are {', '.join(RECIPES)}")
     description = f"{__doc__}\nRecipes: {', '.join(RECIPES)}"
     parse = partial(tyro.cli, Args, args=argv, description=description)
-    args = parse(default=replace(RECIPES.get(recipe, Args()), recipe=recipe))
+    start = replace(RECIPES.get(recipe, Args()), recipe=recipe)
+    args = parse(default=start)
     if args.resume is None:
-        return args
+        return parse(default=fit_recipe(start, args))
 
     # The flags of that run. Only those in MAY_CHANGE may differ.
     saved = json.loads(Path(args.resume, "args.json").read_text())["args"]

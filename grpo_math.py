@@ -109,6 +109,7 @@ class Args:
     seed: int = 1  # random seed; all sampling is a function of (seed, update)
     output_dir: str | None = None  # run folder (default: runs/<script>/<recipe>-s<seed>-<time>)
     resume: str | None = None  # continue the run in this folder
+    eval_every: int = 0  # updates between evaluations during training (0: only before and after)
     save_every: int = 10  # updates between checkpoints (0: only at the end, or after a signal)
     keep_checkpoints: int = 2  # number of checkpoints to keep
     log_with: Literal["none", "wandb", "tensorboard"] = "none"  # a tracker, in addition to metrics.jsonl
@@ -469,6 +470,11 @@ def train(args):
         if has_kl:
             metrics["objective/kl"] = metrics.pop("kl") * lengths.mean()  # per response
             metrics["objective/kl_coef"] = args.kl_coef
+        if args.eval_every and update % args.eval_every == 0 and update < updates:
+            trainer_state.global_step = updates  # as in the other evaluations
+            with autocast:
+                records = evaluate_all(respond, held_out, args, accelerator)
+            metrics |= {f"eval/{name}": x for name, x in table_metrics(records).items()}
         run.log(metrics)  # tensors become numbers; raises if one is not finite
         if (b["scores"] == b["scores"][0]).all():
             accelerator.print("all scores are equal: the reward teaches nothing")
@@ -551,6 +557,15 @@ def evaluate_tasks(respond, tasks, args, accelerator):
                     record[name] = [None if math.isnan(value) else value for value in x[group].tolist()]
                 records.append(record)
     return accelerate.utils.gather_object(records)
+
+
+def table_metrics(records):
+    """The numbers of the final table. records: from evaluate_all -> dict of floats"""
+    metrics = {}
+    for name in records:
+        for metric, x in task_metrics(records[name], is_greedy=name == "greedy").items():
+            metrics[f"{name}: {metric}"] = x
+    return metrics
 
 
 def task_metrics(records, is_greedy=False):
@@ -1033,10 +1048,13 @@ class UserError(Exception):
 
 
 def resolve_path(name):
-    """Look for a folder in the working directory, then next to this file; else return a Hub name."""
+    """Look for a folder in the working directory, then next to this file; else return a Hub name.
+
+    A run folder means the model in it.
+    """
     for path in (Path(name), HERE / name):
         if path.exists():
-            return str(path)
+            return str(path / "model" if (path / "model/config.json").exists() else path)
     # transformers would say that there is no connection to the Hub.
     if str(name).startswith(("/", ".", "checkpoints/", "data/", "runs/")):
         raise UserError(f"{name}: no such file or folder")
@@ -1825,7 +1843,7 @@ class Run:
         self.console.print(table)
 
     def log(self, metrics):
-        """Log one update: to metrics.jsonl, to the tracker (under train/, as TRL does) and to the screen.
+        """Log one update: to metrics.jsonl, to the tracker and to the screen.
 
         metrics: dict of numbers, or tensors with one number -> dict of numbers
         """
@@ -1836,9 +1854,12 @@ class Run:
             names = ", ".join(not_finite)
             raise UserError(f"update {update} was not saved; not finite: {names} (--learning-rate too high?)")
         self.append("metrics.jsonl", [metrics])
-        self.accelerator.log({f"train/{name}": x for name, x in metrics.items()}, step=update)
+        # In a tracker, TRL's names begin with train/ or eval/.
+        named = {name if name.startswith("eval/") else f"train/{name}": x for name, x in metrics.items()}
+        self.accelerator.log(named, step=update)
 
-        shown = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in self.status.items())
+        status = self.status | {"lr": "lr", "seconds": "perf/seconds"}
+        shown = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in status.items())
         shown = f"update {update}/{self.updates}  {shown}"
         self.bar.start()
         self.bar.update(self.task, completed=update, description=shown)
@@ -1984,11 +2005,12 @@ def rows_of(columns):
 def report_tasks(run, before, after):
     """The final tables, evaluation.json and evaluation_samples.jsonl. before, after: from evaluate_all"""
     args = run.args
-    comparison, rows = [], []
+    metrics_before, metrics_after = table_metrics(before), table_metrics(after)
+    comparison = []
+    for name, x in metrics_before.items():
+        comparison.append({"metric": name, "before": x, "after": metrics_after[name]})
+    rows = []
     for name in before:
-        new_metrics = task_metrics(after[name], is_greedy=name == "greedy")
-        for metric, x in task_metrics(before[name], is_greedy=name == "greedy").items():
-            comparison.append({"metric": f"{name}: {metric}", "before": x, "after": new_metrics[metric]})
         for old, new in zip(before[name], after[name]):
             rows.append({"set": name, "task": old.pop("task"), "before": old, "after": new})
             del new["task"]  # the same
@@ -2005,8 +2027,9 @@ def report_tasks(run, before, after):
         f"right: the first of {', '.join(args.reward_fn)} that applies gives 1 or more\n"
         f"{args.num_eval_samples} responses per task by {decoding}; greedy: one, temperature 0.01"
     )
-    about = {part: {row["metric"]: row[part] for row in comparison} for part in ("before", "after")}
-    about |= {
+    about = {
+        "before": metrics_before,
+        "after": metrics_after,
         "n": count,
         "judge": args.reward_fn[0],
         "decoding": decoding,
@@ -2014,7 +2037,7 @@ def report_tasks(run, before, after):
     (run.folder / "evaluation.json").write_text(json.dumps(about, indent=2))
     lines = [json.dumps(row) + "\n" for row in rows]
     (run.folder / "evaluation_samples.jsonl").write_text("".join(lines))
-    run.accelerator.log({f"eval/{name}": x for name, x in about["after"].items()}, step=run.updates)
+    run.accelerator.log({f"eval/{name}": x for name, x in metrics_after.items()}, step=run.updates)
 
 
 # ---- Command line ------------------------------------------------------------------------------------------
@@ -2032,17 +2055,43 @@ def check_numbers(args, *positive):
 # Flags of all scripts that may change when a run is resumed. (More updates also change the learning rates of
 # the updates that are left, unless the schedule is constant and the warm-up is over.)
 MAY_CHANGE = (
-    *("resume", "save_every", "keep_checkpoints", "log_with", "num_sample_generations"),
+    *("resume", "eval_every", "save_every", "keep_checkpoints", "log_with", "num_sample_generations"),
     *("judge_fn", "judge_model", "judge_url"),
     *("total_episodes", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("local_rollout_forward_batch_size", "gradient_checkpointing"),
 )
+
+# Flags of all scripts with which a recipe describes its own data.
+DESCRIBE_DATA = (
+    *("eval_dataset_name", "center_dataset_name", "hard_dataset_name"),
+    *("label_names", "prompt_template", "reward_fn", "judge_fn"),
+)
+
+
+def fit_recipe(recipe, args):
+    """The recipe for the data and the model that the command line names. -> Args
+
+    With other data, the flags that describe the recipe's own data go back to the defaults of Args. With
+    another model, so does --from-config, the recipe's random weights.
+    """
+    names = []
+    if args.dataset_name != recipe.dataset_name:
+        names += DESCRIBE_DATA
+    if args.model_name_or_path != recipe.model_name_or_path:
+        names.append("from_config")
+    defaults = {name: x for name, x in asdict(Args()).items() if name in names}
+    changed = [name for name, x in defaults.items() if getattr(args, name) == getattr(recipe, name) != x]
+    if changed and os.environ.get("RANK", "0") == "0":
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in changed)
+        print(f"not taken from the recipe, because they describe its own data or model: {flags}")
+    return replace(recipe, **defaults)
 
 
 def parse_args(argv):
     """The command line: an optional recipe, then flags. -> Args
 
     No recipe and no model: the recipe tiny. A model but no recipe: everything else has the defaults of Args.
+    fit_recipe says which flags of a recipe do not apply to other data.
     """
     model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")  # of all scripts
     names_model = any(word.split("=")[0].replace("_", "-") in model_flags for word in argv)
@@ -2054,9 +2103,10 @@ def parse_args(argv):
             raise UserError(f"there is no recipe {recipe!r}; the recipes are {', '.join(RECIPES)}")
     description = f"{__doc__}\nRecipes: {', '.join(RECIPES)}"
     parse = partial(tyro.cli, Args, args=argv, description=description)
-    args = parse(default=replace(RECIPES.get(recipe, Args()), recipe=recipe))
+    start = replace(RECIPES.get(recipe, Args()), recipe=recipe)
+    args = parse(default=start)
     if args.resume is None:
-        return args
+        return parse(default=fit_recipe(start, args))
 
     # The flags of that run. Only those in MAY_CHANGE may differ.
     saved = json.loads(Path(args.resume, "args.json").read_text())["args"]

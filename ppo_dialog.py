@@ -108,6 +108,7 @@ class Args:
     seed: int = 1  # random seed; all sampling is a function of (seed, update)
     output_dir: str | None = None  # run folder (default: runs/<script>/<recipe>-s<seed>-<time>)
     resume: str | None = None  # continue the run in this folder
+    eval_every: int = 0  # updates between evaluations during training (0: only before and after)
     save_every: int = 10  # updates between checkpoints (0: only at the end, or after a signal)
     keep_checkpoints: int = 2  # number of checkpoints to keep
     log_with: Literal["none", "wandb", "tensorboard"] = "none"  # a tracker, in addition to metrics.jsonl
@@ -456,6 +457,11 @@ def train(args):
             **performance_metrics(start_time, rollout_end, lengths.sum(), device),
         }
         metrics["eps"] = B / metrics["perf/seconds"]  # episodes per second
+        if args.eval_every and update % args.eval_every == 0 and update < updates:
+            trainer_state.global_step = updates  # as in the other evaluations
+            with autocast:
+                evaluation, _ = evaluate_dialogs(respond, model.policy, held_out, args, accelerator)
+            metrics |= {f"eval/{name}": x for name, x in evaluation.items()}
         metrics = run.log(metrics)  # tensors become numbers; raises if one is not finite
         if (scores == scores[0]).all():
             accelerator.print("all scores are equal (because of --score-clip?): the reward teaches nothing")
@@ -1208,10 +1214,13 @@ class UserError(Exception):
 
 
 def resolve_path(name):
-    """Look for a folder in the working directory, then next to this file; else return a Hub name."""
+    """Look for a folder in the working directory, then next to this file; else return a Hub name.
+
+    A run folder means the model in it.
+    """
     for path in (Path(name), HERE / name):
         if path.exists():
-            return str(path)
+            return str(path / "model" if (path / "model/config.json").exists() else path)
     # transformers would say that there is no connection to the Hub.
     if str(name).startswith(("/", ".", "checkpoints/", "data/", "runs/")):
         raise UserError(f"{name}: no such file or folder")
@@ -1858,7 +1867,7 @@ class Run:
         self.console.print(table)
 
     def log(self, metrics):
-        """Log one update: to metrics.jsonl, to the tracker (under train/, as TRL does) and to the screen.
+        """Log one update: to metrics.jsonl, to the tracker and to the screen.
 
         metrics: dict of numbers, or tensors with one number -> dict of numbers
         """
@@ -1869,9 +1878,12 @@ class Run:
             names = ", ".join(not_finite)
             raise UserError(f"update {update} was not saved; not finite: {names} (--learning-rate too high?)")
         self.append("metrics.jsonl", [metrics])
-        self.accelerator.log({f"train/{name}": x for name, x in metrics.items()}, step=update)
+        # In a tracker, TRL's names begin with train/ or eval/.
+        named = {name if name.startswith("eval/") else f"train/{name}": x for name, x in metrics.items()}
+        self.accelerator.log(named, step=update)
 
-        shown = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in self.status.items())
+        status = self.status | {"lr": "lr", "seconds": "perf/seconds"}
+        shown = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in status.items())
         shown = f"update {update}/{self.updates}  {shown}"
         self.bar.start()
         self.bar.update(self.task, completed=update, description=shown)
@@ -2138,17 +2150,43 @@ def check_numbers(args, *positive):
 # Flags of all scripts that may change when a run is resumed. (More updates also change the learning rates of
 # the updates that are left, unless the schedule is constant and the warm-up is over.)
 MAY_CHANGE = (
-    *("resume", "save_every", "keep_checkpoints", "log_with", "num_sample_generations"),
+    *("resume", "eval_every", "save_every", "keep_checkpoints", "log_with", "num_sample_generations"),
     *("judge_fn", "judge_model", "judge_url"),
     *("total_episodes", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("local_rollout_forward_batch_size", "gradient_checkpointing"),
 )
+
+# Flags of all scripts with which a recipe describes its own data.
+DESCRIBE_DATA = (
+    *("eval_dataset_name", "center_dataset_name", "hard_dataset_name"),
+    *("label_names", "prompt_template", "reward_fn", "judge_fn"),
+)
+
+
+def fit_recipe(recipe, args):
+    """The recipe for the data and the model that the command line names. -> Args
+
+    With other data, the flags that describe the recipe's own data go back to the defaults of Args. With
+    another model, so does --from-config, the recipe's random weights.
+    """
+    names = []
+    if args.dataset_name != recipe.dataset_name:
+        names += DESCRIBE_DATA
+    if args.model_name_or_path != recipe.model_name_or_path:
+        names.append("from_config")
+    defaults = {name: x for name, x in asdict(Args()).items() if name in names}
+    changed = [name for name, x in defaults.items() if getattr(args, name) == getattr(recipe, name) != x]
+    if changed and os.environ.get("RANK", "0") == "0":
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in changed)
+        print(f"not taken from the recipe, because they describe its own data or model: {flags}")
+    return replace(recipe, **defaults)
 
 
 def parse_args(argv):
     """The command line: an optional recipe, then flags. -> Args
 
     No recipe and no model: the recipe tiny. A model but no recipe: everything else has the defaults of Args.
+    fit_recipe says which flags of a recipe do not apply to other data.
     """
     model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")  # of all scripts
     names_model = any(word.split("=")[0].replace("_", "-") in model_flags for word in argv)
@@ -2160,9 +2198,10 @@ def parse_args(argv):
             raise UserError(f"there is no recipe {recipe!r}; the recipes are {', '.join(RECIPES)}")
     description = f"{__doc__}\nRecipes: {', '.join(RECIPES)}"
     parse = partial(tyro.cli, Args, args=argv, description=description)
-    args = parse(default=replace(RECIPES.get(recipe, Args()), recipe=recipe))
+    start = replace(RECIPES.get(recipe, Args()), recipe=recipe)
+    args = parse(default=start)
     if args.resume is None:
-        return args
+        return parse(default=fit_recipe(start, args))
 
     # The flags of that run. Only those in MAY_CHANGE may differ.
     saved = json.loads(Path(args.resume, "args.json").read_text())["args"]

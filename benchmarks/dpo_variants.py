@@ -58,6 +58,7 @@ def run(variant, seed):
             (folder / part).symlink_to(ROOT / part)
         pairs = make_data(folder / "pairs")
         words = f"dpo_tldr.py --seed {seed} --beta {VARIANTS[variant]} --dataset-name {pairs} --save-every 0"
+        words += " --eval-dataset-name data/tldr --judge-fn data/make_tldr.py:gold_score"
         subprocess.run([sys.executable, *words.split(), "--output-dir", "run"], cwd=folder, check=True)
         evaluation = json.loads((folder / "run/evaluation.json").read_text())
         line = dict(variant=variant, seed=seed, beta=VARIANTS[variant], evaluation=evaluation)

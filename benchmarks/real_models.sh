@@ -61,7 +61,7 @@ smollm2-imdb)
         --dtype bfloat16 --save-every 20 --keep-checkpoints 1
     # The reward: MiniLM as a classifier, on 12,500 reviews of IMDB's training half.
     stage reward reward_model.py smollm2-imdb --model-name-or-path models/minilm-l6 --dataset-name imdb \
-        --save-every 100 --keep-checkpoints 1
+        --label-names negative,positive --save-every 100 --keep-checkpoints 1
     # The judge: another architecture with random weights, on the other half of IMDB. (The published one was
     # trained with dropout.)
     [ -e judge-start/config.json ] || "$PYTHON" - <<'EOT'
@@ -73,6 +73,7 @@ DistilBertForSequenceClassification(config).save_pretrained("judge-start")
 tokenizer.save_pretrained("judge-start")
 EOT
     stage judge reward_model.py smollm2-imdb --model-name-or-path judge-start --dataset-name imdb-judge \
+        --label-names negative,positive \
         --num-eval-prompts 5000 --num-train-epochs 3 --learning-rate 1e-3 --keep-checkpoints 1
     stage "ppo-seed$SEED" ppo_sentiment.py smollm2-imdb --seed "$SEED" --model-name-or-path sft/model \
         --reward-model-path reward/model --judge-model-path judge/model --dataset-name imdb \
@@ -84,7 +85,7 @@ smollm2-dailydialog)
         --dtype bfloat16 --save-every 20 --keep-checkpoints 1
     # The intent: MiniLM as a classifier of dialog acts.
     stage intent reward_model.py "$JOB" --model-name-or-path models/minilm-l6 --dataset-name "$DATA/daily_dialog" \
-        --save-every 100 --keep-checkpoints 1
+        --label-names inform,question,directive,commissive --save-every 100 --keep-checkpoints 1
     stage "ppo-seed$SEED" ppo_dialog.py "$JOB" --seed "$SEED" --model-name-or-path sft/model \
         --reward-model-path intent/model --dataset-name "$DATA/daily_dialog" --dtype bfloat16 --save-every 4 "$@"
     ;;

@@ -83,6 +83,7 @@ def run(seed):
         data = make_data(Path(folder, "data"))
         flags = f"--seed {seed} --dataset-name {data} --output-dir {folder}/ours --warmup-ratio 0"
         flags += " --optimizer torch.optim.Adam --num-eval-prompts 8 --save-every 0"
+        flags += " --eval-dataset-name data/tldr --judge-fn data/make_tldr.py:gold_score"
         args = dpo.parse_args(flags.split())
         tokenizer = dpo.load_tokenizer(args.model_name_or_path)
         held_out, _ = dpo.load_pairs(dpo.load_splits(args.dataset_name)[1], tokenizer, args)

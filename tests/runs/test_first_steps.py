@@ -26,6 +26,52 @@ def test_a_named_model_means_the_published_defaults(scripts, name, field):
     assert script.parse_args([]) == tiny
 
 
+OF_ITS_DATA = {  # recipe -> its flags that say something of its own data or random weights
+    ("sft", "tiny-tldr"): {"from_config"},
+    ("reward_model", "tiny"): {"label_names"},
+    ("reward_model", "tiny-tldr"): {"center_dataset_name"},
+    ("rloo_tldr", "tiny"): {"judge_fn"},
+    ("dpo_tldr", "tiny"): {"judge_fn", "eval_dataset_name"},
+    ("grpo_math", "tiny"): {"hard_dataset_name", "prompt_template"},
+    ("grpo_math", "countdown-qwen-1.5b"): {"reward_fn", "prompt_template"},
+}
+
+
+@pytest.mark.parametrize("name, recipe", OF_ITS_DATA)
+def test_what_a_recipe_says_of_its_data_does_not_outlive_it(scripts, capsys, name, recipe):
+    """With other data (or, for random weights, another model), these flags have the defaults of Args. One line
+    names them. Flags that are given stay."""
+    script = scripts[name]
+    fields = OF_ITS_DATA[name, recipe]
+    other = "--model-name-or-path" if name == "sft" else "--dataset-name"
+    args = script.parse_args([recipe, other, "mine"])
+    [line] = capsys.readouterr().out.splitlines()
+    assert {flag.strip(",") for flag in line.split() if flag.startswith("--")} == {
+        f"--{field.replace('_', '-')}" for field in fields
+    }
+    whole = replace(script.RECIPES[recipe], recipe=recipe)
+    changed = {field: getattr(script.Args(), field) for field in fields}
+    changed[other.removeprefix("--").replace("-", "_")] = "mine"
+    assert args == replace(whole, **changed)
+    if other == "--dataset-name":
+        mentioned = [str(x) for key, x in vars(args).items() if not key.endswith("path")]
+        assert not [x for x in mentioned if x.startswith("data/")]
+
+    assert script.parse_args([recipe]) == whole
+    field = min(fields)
+    own = script.parse_args([recipe, other, "mine", f"--{field.replace('_', '-')}", "own"])
+    assert getattr(own, field) == (["own"] if field == "reward_fn" else "own")
+
+
+def test_a_run_folder_means_its_model(sft, ppo):
+    """RUN is taken as RUN/model, which the next script needs."""
+    _, folder, _ = sft("first", num_samples=0)
+    assert not (folder / "config.json").exists()
+    _, second, rows = ppo("second", model_name_or_path=str(folder))
+    _, third, same_rows = ppo("third", model_name_or_path=str(folder / "model"))
+    assert rows[0]["objective/scores"] == same_rows[0]["objective/scores"]
+
+
 def test_bos_in_documents_of_sft(scripts, bang_lm):
     """The model reads it once, at the beginning."""
     sft, tokenizer = scripts["sft"], AutoTokenizer.from_pretrained(bang_lm(bos=True))
@@ -42,14 +88,15 @@ def test_bos_in_documents_of_sft(scripts, bang_lm):
 
 
 def test_tensorboard(ppo):
-    """The metrics are under train/, the final numbers under eval/."""
+    """The metrics are under train/, the numbers of evaluations under eval/."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    _, folder, rows = ppo(log_with="tensorboard", total_episodes=16, num_sample_generations=2)
+    _, folder, rows = ppo(log_with="tensorboard", total_episodes=16, num_sample_generations=2, eval_every=1)
     files = [EventAccumulator(str(path)).Reload() for path in folder.rglob("events.out.tfevents.*")]
     tags = {tag for file in files for tag in file.Tags()["scalars"]}
     after = evaluation_of(folder)["after"]
     assert {f"eval/{name}" for name in after} <= tags
+    assert not any(tag.startswith("train/eval/") for tag in tags)
     [points] = [
         file.Scalars("train/objective/kl") for file in files if "train/objective/kl" in file.Tags()["scalars"]
     ]

@@ -53,10 +53,10 @@ def stop_and_resume(module, monkeypatch, args, update, capsys):
 @pytest.mark.parametrize("name", ALL)
 def test_sigterm_then_resume(scripts, small, monkeypatch, capsys, name):
     """SIGTERM finishes the update, saves, says how to continue, and exits with 143. The rest is identical."""
-    _, whole = scripts[name].train(small(name, "whole", **SIX_UPDATES[name]))
+    flags = SIX_UPDATES[name] | dict(eval_every=2)
+    _, whole = scripts[name].train(small(name, "whole", **flags))
     assert len(rows_of(whole)) == 6
-    args = small(name, "parts", **SIX_UPDATES[name])
-    parts = stop_and_resume(scripts[name], monkeypatch, args, 3, capsys)
+    parts = stop_and_resume(scripts[name], monkeypatch, small(name, "parts", **flags), 3, capsys)
     assert_same_run(whole, parts)
 
 

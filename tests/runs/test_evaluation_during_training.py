@@ -1,0 +1,54 @@
+"""--eval-every: the numbers of the final table, during training."""
+
+import pytest
+from run_tools import ALL, SIX_UPDATES, evaluation_of, rows_of, same, timeless, weights
+
+pytest_plugins = ["run_fixtures"]
+
+
+def numbers_after(name, folder):
+    """The numbers of the final table, as --eval-every names them."""
+    evaluation = evaluation_of(folder)
+    if name == "reward_model":
+        evaluation = {key: x for key, x in evaluation.items() if isinstance(x, float)}
+    elif name == "dpo_tldr":
+        evaluation = evaluation["after"] | evaluation["pairs"]
+    else:
+        evaluation = evaluation["after"]
+    return {f"eval/{key}": x for key, x in evaluation.items()}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_eval_every(scripts, small, name):
+    """Updates 2 and 4 of 6 have the numbers of the final table. (The last evaluation is the final table.)
+    Training stays the same, bit for bit."""
+    module = scripts[name]
+    _, plain = module.train(small(name, "plain", **SIX_UPDATES[name]))
+    _, folder = module.train(small(name, "evaluated", **SIX_UPDATES[name] | dict(eval_every=2)))
+    rows = timeless(rows_of(folder))
+    names = numbers_after(name, folder).keys()
+    assert names
+    for row in rows:
+        found = {key for key in row if key.startswith("eval/")}
+        assert found == (set(names) if row["update"] in (2, 4) else set())
+    trained = [{key: x for key, x in row.items() if not key.startswith("eval/")} for row in rows]
+    assert trained == timeless(rows_of(plain))
+    assert same(weights(folder / "model"), weights(plain / "model"))
+    assert evaluation_of(folder) == evaluation_of(plain)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_an_evaluation_is_of_the_policy_after_the_update(scripts, small, monkeypatch, name):
+    """A run that stops after update 2 has a final table with the numbers that a longer run logs there."""
+    module = scripts[name]
+    flags = SIX_UPDATES[name] | dict(lr_scheduler_type="constant", warmup_ratio=0.0)
+    _, folder = module.train(small(name, "long", **flags, eval_every=2))
+    length = "total_episodes" if "total_episodes" in flags else "num_train_epochs"
+    args = small(name, "short", **flags)
+    setattr(args, length, type(getattr(args, length))(getattr(args, length) / 3))
+    _, short = module.train(args)
+    assert len(rows_of(short)) == 2
+    logged = rows_of(folder)[1]
+    for key, x in numbers_after(name, short).items():
+        if key != "eval/reward_offset":  # measured once, at the end
+            assert logged[key] == x, key
