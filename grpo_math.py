@@ -1135,7 +1135,10 @@ def check_group_model(lm, name, max_tokens):
     so that a sliding window shows too. One response ends at its first token, so its row is dropped.
     """
     if context_length(lm.config) < max_tokens:
-        raise UserError(f"{name} reads fewer tokens than the {max_tokens} of prompt and response together")
+        raise UserError(
+            f"{name} reads fewer tokens than the {max_tokens} of prompt and response together: lower "
+            "--max-prompt-length or --response-length"
+        )
     C, T, device = max(max_tokens - 4, 4), 4, lm.device
     prompt_lengths = torch.tensor([C // 2, C - 1], device=device)
     ids = torch.randint(lm.config.get_text_config().vocab_size, (2, C), device=device)

@@ -1071,7 +1071,10 @@ def check_model(lm, name, max_tokens):
     leaves the cache.
     """
     if context_length(lm.config) < max_tokens:
-        raise UserError(f"{name} reads fewer tokens than the {max_tokens} of prompt and response together")
+        raise UserError(
+            f"{name} reads fewer tokens than the {max_tokens} of prompt and response together: lower "
+            "--query-max-length or --response-length"
+        )
     C, T, device = max(max_tokens - 4, 4), 4, lm.device
     prompt_lengths = torch.tensor([C // 2, C - 1], device=device)
     lengths = torch.tensor([2, 4], device=device)  # of the responses

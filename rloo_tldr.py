@@ -1110,7 +1110,10 @@ def check_group_model(lm, name, max_tokens):
     so that a sliding window shows too. One response ends at its first token, so its row is dropped.
     """
     if context_length(lm.config) < max_tokens:
-        raise UserError(f"{name} reads fewer tokens than the {max_tokens} of prompt and response together")
+        raise UserError(
+            f"{name} reads fewer tokens than the {max_tokens} of prompt and response together: lower "
+            "--max-prompt-length or --response-length"
+        )
     C, T, device = max(max_tokens - 4, 4), 4, lm.device
     prompt_lengths = torch.tensor([C // 2, C - 1], device=device)
     ids = torch.randint(lm.config.get_text_config().vocab_size, (2, C), device=device)
@@ -1750,10 +1753,10 @@ def load_posts(rows, tokenizer, args):
         ids = tokenize_prompt(tokenizer, prompt)
         if len(ids) <= args.max_prompt_length:
             posts.append(dict(ids=ids, prompt=prompt, reference=reference or "", columns=row))
-    about = f"{len(posts)} of {len(rows)} rows have a prompt of at most {args.max_prompt_length} tokens"
+    limit = f"a column prompt of at most --max-prompt-length {args.max_prompt_length} tokens"
     if not posts:
-        raise UserError(f"{args.dataset_name}: {about} (column prompt, --max-prompt-length)")
-    accelerate.PartialState().print(about)
+        raise UserError(f"{args.dataset_name}: no row has {limit}")
+    accelerate.PartialState().print(f"{len(posts)} of {len(rows)} rows have {limit}")
     return posts
 
 
