@@ -877,8 +877,8 @@ def check_lm(lm, pairs, posts, args):
     longest = max(text_length(pairs[-1]), *[len(post["ids"]) + args.response_length for post in posts])
     if context_length(lm.config) < longest:
         raise UserError(
-            f"{args.model_name_or_path} reads fewer tokens than the {longest} of a text: lower --max-length or "
-            "--response-length"
+            f"{args.model_name_or_path} reads fewer tokens than the {longest} of a text: lower --max-length "
+            "or --response-length"
         )
     ids, mask, T = collate_pairs([pairs[0], pairs[-1]], lm.device)
     ours = [logprobs_of_tokens(lm.train(mode), ids, mask, T) for mode in (False, True)]

@@ -39,8 +39,8 @@ OF_ITS_DATA = {  # recipe -> its flags that say something of its own data or ran
 
 @pytest.mark.parametrize("name, recipe", OF_ITS_DATA)
 def test_what_a_recipe_says_of_its_data_does_not_outlive_it(scripts, capsys, name, recipe):
-    """With other data (or, for random weights, another model), these flags have the defaults of Args. One line
-    names them. Flags that are given stay."""
+    """With other data (or, for random weights, another model), they have the defaults of Args. One line names
+    them. Flags that are given stay."""
     script = scripts[name]
     fields = OF_ITS_DATA[name, recipe]
     other = "--model-name-or-path" if name == "sft" else "--dataset-name"
