@@ -1,5 +1,7 @@
 """Rewards for mathematics that a program can check, for grpo_math.py and for TRL's GRPOTrainer.
 
+By default, grpo_math.py runs the code of this file: its reward is `correct`.
+
     correct        the final answer is the one in the column `answer` (data/arithmetic, gsm8k)
     well_formed    the completion ends with one number in <answer> tags, whatever that number is
     shows_work     the completion has several lines with an equals sign, right or wrong
