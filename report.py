@@ -5,8 +5,8 @@
     python report.py RUN --diagnose                                # only print the findings
 
 A run is a folder that one of the scripts wrote. The page is one file that needs no network. If
-results/reference_bands.json knows the recipe, a gray band behind the curves shows healthy runs with other
-seeds.
+reference_bands.json next to this file knows the recipe, a gray band behind the curves shows healthy runs with
+other seeds.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import mean, median, stdev
 
 ROOT = Path(__file__).resolve().parent
-BANDS = ROOT / "results/reference_bands.json"
+BANDS = ROOT / "reference_bands.json"
 SHORT = 10  # a run of fewer updates is too short to judge
 
 # What the charts show, in this order: group -> metric -> (title with unit, what to look for).

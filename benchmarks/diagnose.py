@@ -20,6 +20,8 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from archive import run_folder
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "results/diagnose"
 
@@ -27,14 +29,15 @@ FOLDER = ROOT / "results/diagnose"
 def folder_of(name):
     """The run of a fault. name: LIST/NAME, gallery/NAME, or results/NAME for a run of another purpose"""
     group, _, rest = name.partition("/")
-    if group == "results":
-        return ROOT / "results" / rest
-    return ROOT / "results" / name if group == "gallery" else FOLDER / "runs" / name
+    if group in ("results", "gallery"):
+        return run_folder(ROOT / "results" / name.removeprefix("results/"))
+    return run_folder(FOLDER / "runs" / group) / rest
 
 
 def healthy_runs(report):
     """-> dict: name -> run"""
-    return {path.name: report.read_run(path) for path in sorted((FOLDER / "runs/healthy").iterdir())}
+    folders = sorted(run_folder(FOLDER / "runs/healthy").iterdir())
+    return {folder.name: report.read_run(folder) for folder in folders}
 
 
 def named_faults(report, runs, patterns):

@@ -5,23 +5,23 @@
 
 A fault is one of tests/faults/known_faults.py, by its name, a change of the source, or a bad setting. Each run stops as
 soon as it has shown its fault; until then it has the learning rates of a whole run, so that its curves can be compared
-with the healthy band. results/gallery/NAME: metrics, samples and tokens of the run. The page has the change as
+with the healthy band. results/gallery/NAME.zip: metrics, samples and tokens of the run. The page has the change as
 `the_line` writes it; tests/documents/test_gallery.py checks that.
 """
 
 import argparse
 import difflib
-import gzip
 import importlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from archive import pack, run_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 GALLERY = ROOT / "results/gallery"
@@ -42,7 +42,7 @@ class Entry:
     updates: int = 60
     metrics: tuple = ("objective/scores", "objective/kl", "policy/entropy_avg", "val/ratio_var")
     no_ratio_check: bool = False  # the script would refuse to go on after its first update
-    existing: str = ""  # a folder of results/ with a whole run; nothing is run
+    existing: str = ""  # a whole run of results/; nothing is run
 
 
 PPO = "ppo_sentiment"
@@ -286,27 +286,21 @@ def run_one(entry):
         words = [sys.executable, *options, __file__, "train", entry.name, str(project), f"{folder}/run"]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         end = subprocess.run(words, cwd=project, env=environment, capture_output=True, text=True)
-        (GALLERY / entry.name).mkdir(parents=True, exist_ok=True)
         if not (Path(folder) / "run/metrics.jsonl").exists():
             raise RuntimeError(f"{entry.name}:\n{end.stdout[-2000:]}{end.stderr[-3000:]}")
-        for name in KEPT:
-            path = Path(folder) / "run" / name
-            if path.exists():
-                with (
-                    open(path, "rb") as source,
-                    gzip.open(GALLERY / entry.name / f"{name}.gz", "wb") as target,
-                ):
-                    shutil.copyfileobj(source, target)
+        paths = [Path(folder) / "run" / name for name in KEPT]
+        files = {path.name: path.read_text() for path in paths if path.exists()}
         about = json.loads((Path(folder) / "run/args.json").read_text())
         about["command"] = [f"{entry.script}.py"]
         about["args"]["output_dir"] = entry.name
-        (GALLERY / entry.name / "args.json").write_text(json.dumps(about, indent=2))
+        files["args.json"] = json.dumps(about, indent=2)
+        pack(GALLERY / f"{entry.name}.zip", files)
     print(entry.name, flush=True)
 
 
 def run_all(jobs, only):
     todo = [entry for entry in ENTRIES if not entry.existing and only in (None, entry.name)]
-    todo = [entry for entry in todo if not (GALLERY / entry.name / "args.json").exists()]
+    todo = [entry for entry in todo if not (GALLERY / f"{entry.name}.zip").exists()]
     with ThreadPoolExecutor(jobs) as pool:
         list(pool.map(run_one, todo))
 
@@ -318,7 +312,8 @@ def run_of(entry):
     """The run of an entry, as report.py reads it."""
     import report
 
-    run = report.read_run(ROOT / "results" / entry.existing if entry.existing else GALLERY / entry.name)
+    name = entry.existing or f"gallery/{entry.name}"
+    run = report.read_run(run_folder(ROOT / "results" / name))
     bands = json.loads(report.BANDS.read_text())
     run.script = entry.script
     band = bands[f"{entry.script} tiny"]

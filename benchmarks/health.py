@@ -1,38 +1,31 @@
-"""Did a run learn, or learn to cheat? One line for each run folder of an RL script, as a markdown table.
+"""Did a run learn, or learn to cheat? One line for each run of an RL script, as a markdown table.
 
-    python benchmarks/health.py results/ppo-sentiment-tiny/seed1 results/ppo-sentiment-tiny/seed2
+    python benchmarks/health.py runs/ppo_sentiment/RUN results/ppo-sentiment-tiny/seed1.zip
 
 The columns: score before and after; KL, the mean over the last half of the updates, and its target; distinct
 bigrams after / before; the commonest new word with its share of the responses before and after; if there is a
 judge, its P(label) before and after, and how much of the gap to 1 it closes.
 """
 
-import gzip
 import json
 import sys
 from pathlib import Path
 
+from archive import read, read_rows
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import report  # noqa: E402
-
-
-def read(folder, name):
-    """The text of a file of a run folder, also if it is compressed."""
-    path = Path(folder) / name
-    if path.exists():
-        return path.read_text()
-    return gzip.decompress(Path(f"{path}.gz").read_bytes()).decode()
 
 
 def row(folder):
     """The numbers of one run. -> dict: column -> text"""
     evaluation = json.loads(read(folder, "evaluation.json"))
     before, after = evaluation["before"], evaluation["after"]
-    updates = [json.loads(line) for line in read(folder, "metrics.jsonl").splitlines()]
+    updates = read_rows(folder, "metrics.jsonl")
     target = json.loads(read(folder, "args.json"))["args"].get("kl_target")
     last_half = [update["objective/kl"] for update in updates[len(updates) // 2 :]]
     kl = sum(last_half) / len(last_half)
-    columns = {"run": Path(folder).name}
+    columns = {"run": Path(folder).name.removesuffix(".zip")}
     columns["score mean"] = f"{before['score mean']:.2f} -> {after['score mean']:.2f}"
     columns["KL, last half (target)"] = f"{kl:.2f} ({'none' if target is None else f'{target:g}'})"
     bigrams = "distinct bigrams" if "distinct bigrams" in before else "distinct2"
@@ -51,7 +44,7 @@ def commonest_new_word(folder, evaluation):
     if "commonest new word" in evaluation:  # a run of an earlier version
         word = evaluation["commonest new word"]
         return f"{word['metric'].split(chr(34))[1]}: {word['before']:.1%} -> {word['after']:.1%}"
-    samples = [json.loads(line) for line in read(folder, "evaluation_samples.jsonl").splitlines()]
+    samples = read_rows(folder, "evaluation_samples.jsonl")
     for word, share_before, share in report.new_words(report.to_pairs(samples))[:1]:
         return f"{word}: {share_before:.1%} -> {share:.1%}"
     return ""

@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "data")]
 
 import torch  # noqa: E402
+from archive import read, read_rows, run_folder  # noqa: E402
 from make_tldr import gold_score  # noqa: E402
 
 import dpo_tldr  # noqa: E402
@@ -32,7 +33,7 @@ import ppo_sentiment  # noqa: E402
 import rloo_tldr  # noqa: E402
 
 FOLDER = ROOT / "results/methods"
-RUNS = {  # label -> folder in results/ with a folder per seed, or of one run with seed 1
+RUNS = {  # label -> folder in results/ with a run per seed, or one run with seed 1
     "DPO, beta 0.5": "dpo-tldr-tiny",
     "DPO, beta 1, learning rate 3e-4": "dpo-tldr-sweep/lr-3e-4-beta-1",
     "DPO, beta 0.1, learning rate 3e-5": "dpo-tldr-sweep/lr-3e-5-beta-0.1",
@@ -137,16 +138,18 @@ def measure():
         found.append(point(f"best of {n}", 1, kl_bound(n), *columns))
     reward = load_reward()
     for method, name in RUNS.items():
-        for path in sorted((ROOT / "results" / name).rglob("evaluation.json")):
-            seed = json.loads((path.parent / "args.json").read_text())["args"]["seed"]
-            after = json.loads(path.read_text())["after"]
-            samples = list(path.parent.glob("evaluation_samples.jsonl*"))
-            if not samples:  # runs of DPO whose responses were not kept
+        runs = sorted((ROOT / "results" / name).glob("seed*.zip")) or [ROOT / "results" / name]
+        for folder in map(run_folder, runs):
+            seed = json.loads(read(folder, "args.json"))["args"]["seed"]
+            after = json.loads(read(folder, "evaluation.json"))["after"]
+            if not (
+                folder / "evaluation_samples.jsonl"
+            ).exists():  # runs of DPO whose responses were not kept
                 numbers = dict(gold=after["score mean"], error=after["score mean, +-"], win=after["win rate"])
                 kl = after["KL, nats per response"]
                 found.append(dict(method=method, seed=seed, kl=kl, reward=None) | numbers)
                 continue
-            rows = dpo_tldr.read_rows(samples[0])
+            rows = read_rows(folder, "evaluation_samples.jsonl")
             prompts, responses = [[row[column] for row in rows] for column in ("prompt", "after")]
             columns = reward(prompts, responses), *judge(prompts, responses)
             found.append(point(method, seed, after["KL, nats per response"], *columns))
@@ -187,8 +190,8 @@ def table():
 
 def long_run():
     """The longest run, in tenths: means of its responses to training posts, which the gold score judges, too."""
-    [path] = (ROOT / "results" / RUNS["RLOO, kl_coef 0, 4 times as long"]).rglob("metrics.jsonl.gz")
-    updates = dpo_tldr.read_rows(path)
+    folder = ROOT / "results" / RUNS["RLOO, kl_coef 0, 4 times as long"]
+    updates = read_rows(folder / "seed1", "metrics.jsonl")
     names = ("objective/kl", "env/reward_mean", "judge/scores", "completions/distinct_2")
     lines = ["| updates | KL, nats per response | reward model | gold score | distinct bigrams |"]
     lines.append("|---|---|---|---|---|")

@@ -3,10 +3,10 @@
 python benchmarks/plots.py    # learning, grpo-curves, rloo-proxy-and-gold: docs/NAME.png
 """
 
-import gzip
 import json
 from pathlib import Path
 
+from archive import read_rows
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,12 +26,6 @@ GRPO_CURVES = {
 PROXY_AND_GOLD = {"rloo-tiny/seed1": "all 10,000 pairs", "rloo-weak-reward": "1,250 pairs"}
 
 
-def read(folder):
-    """metrics.jsonl.gz of a run. -> list of dicts"""
-    text = gzip.decompress((folder / "metrics.jsonl.gz").read_bytes()).decode()
-    return [json.loads(line) for line in text.splitlines()]
-
-
 def smooth(values, width=5):
     """The mean over the last updates."""
     return [sum(values[max(0, i - width + 1) : i + 1]) / min(i + 1, width) for i in range(len(values))]
@@ -39,7 +33,7 @@ def smooth(values, width=5):
 
 def plot_learning():
     """The defaults of the RL scripts: the bands of ten seeds."""
-    bands = json.loads((RESULTS / "reference_bands.json").read_text())
+    bands = json.loads((ROOT / "reference_bands.json").read_text())
     figure = Figure(figsize=(13, 2.9), layout="constrained")
     for axis, (key, metric, title) in zip(figure.subplots(1, len(LEARNING)), LEARNING):
         band = bands[key]["metrics"][metric]
@@ -57,7 +51,7 @@ def plot_grpo_curves():
     figure = Figure(figsize=(12, 3.5), layout="constrained")
     for axis, (name, title) in zip(figure.subplots(1, len(GRPO_CURVES)), GRPO_CURVES.items()):
         for seed in range(1, 6):
-            rows = read(RESULTS / f"grpo-math-tiny/seed{seed}")
+            rows = read_rows(RESULTS / f"grpo-math-tiny/seed{seed}", "metrics.jsonl")
             values = smooth([row[name] for row in rows])
             axis.plot([row["episode"] for row in rows], values, label=f"seed{seed}")
         axis.set(title=title, xlabel="episodes (responses)")
@@ -70,8 +64,8 @@ def plot_grpo_curves():
 def plot_proxy_and_gold():
     """The reward that RLOO maximizes and the gold score, with a good reward model and with a weak one."""
     figure = Figure(figsize=(9, 3.2), layout="constrained")
-    for axis, (folder, pairs) in zip(figure.subplots(1, 2), PROXY_AND_GOLD.items()):
-        rows = read(RESULTS / folder)
+    for axis, (name, pairs) in zip(figure.subplots(1, 2), PROXY_AND_GOLD.items()):
+        rows = read_rows(RESULTS / name, "metrics.jsonl")
         kl = [row["objective/kl"] for row in rows]
         axis.scatter(kl, [row["env/reward_mean"] for row in rows], s=9, label="reward model")
         axis.scatter(kl, [row["judge/scores"] for row in rows], s=9, label="gold score")

@@ -9,7 +9,6 @@ film reviews, only a few of them with the texts of the data. Models and data sta
 """
 
 import ast
-import gzip
 import json
 import math
 import re
@@ -22,6 +21,7 @@ from matplotlib.figure import Figure
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "benchmarks"), str(ROOT / "data")]
 import health  # noqa: E402
+from archive import pack, read, read_rows  # noqa: E402
 from math_rewards import boxed_answer, value_of  # noqa: E402
 
 PANELS = {  # job -> metric -> title
@@ -71,46 +71,46 @@ OPENRL = {  # before and after, from OpenRL's page about DailyDialog
 def copy_results(out, results):
     """Copy what finished runs wrote, without models and data, and without paths of this machine."""
     for run in sorted(path.parent for path in out.glob("*/finished")):
-        folder = results / re.sub("^(ppo|rloo|grpo)-", "", run.name)
-        folder.mkdir(parents=True, exist_ok=True)
-        about = re.sub(r'"/[^"]*/(?=[^"/]+")', '"', (run / "args.json").read_text())
-        (folder / "args.json").write_text(about + "\n")
-        metrics = (run / "metrics.jsonl").read_bytes()
-        (folder / "metrics.jsonl.gz").write_bytes(gzip.compress(metrics, mtime=0))
-        (folder / "evaluation.json").write_text((run / "evaluation.json").read_text())
+        files = {name: (run / name).read_text() for name in ("args.json", "metrics.jsonl", "evaluation.json")}
+        files["args.json"] = re.sub(r'"/[^"]*/(?=[^"/]+")', '"', files["args.json"]) + "\n"
         if results.name == "qwen-gsm8k":
-            copy_solutions(run, folder)
+            files |= copy_solutions(run)
         elif run.name.startswith("grpo-"):
-            copy_tasks(run, out / "word-problems/test.jsonl", folder / "evaluation_samples.jsonl.gz")
+            files["evaluation_samples.jsonl"] = copy_tasks(run, out / "word-problems/test.jsonl")
         elif (run / "evaluation_samples.jsonl").exists():
-            rows = [json.loads(x) for x in (run / "evaluation_samples.jsonl").read_text().splitlines()]
+            rows = read_rows(run, "evaluation_samples.jsonl")
             if results.name != "smollm2-imdb":
                 for row in rows[NUM_TEXTS:]:
                     for name in {"prompt", "last", "reference"} & set(row):
                         del row[name]
-            lines = "".join(json.dumps(row) + "\n" for row in rows)
-            (folder / "evaluation_samples.jsonl").write_text(lines)
+            files["evaluation_samples.jsonl"] = to_lines(rows)
+        pack(results / (re.sub("^(ppo|rloo|grpo)-", "", run.name) + ".zip"), files)
 
 
-def copy_tasks(run, data, path):
-    """Copy the samples of a GRPO run with the operators of each task, most of them without the text."""
+def to_lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def copy_tasks(run, data):
+    """The samples of a GRPO run with the operators of each task, most of them without the text. -> str"""
     problems = [json.loads(line) for line in data.read_text().splitlines()]
     equations = {row["prompt"][0]["content"]: row["equation"] for row in problems}
-    rows = [json.loads(line) for line in (run / "evaluation_samples.jsonl").read_text().splitlines()]
+    rows = read_rows(run, "evaluation_samples.jsonl")
     for i, row in enumerate(rows):
         row["task"] = row["task"].removeprefix("user: ")
         row["operators"] = [x for x in equations[row["task"]].split() if x in "+-*/"]
         if i >= NUM_TEXTS:
             del row["task"]
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    path.write_bytes(gzip.compress(lines.encode(), mtime=0))
+    return to_lines(rows)
 
 
-def copy_solutions(run, folder):
-    """The samples of the first problems, and for all of them what GSM8K's tables need of each response."""
+def copy_solutions(run):
+    """The samples of the first problems, and for all of them what GSM8K's tables need of each response.
+
+    -> dict: file -> text
+    """
     samples, counts = [], []
-    for line in (run / "evaluation_samples.jsonl").read_text().splitlines():
-        row = json.loads(line)
+    for row in read_rows(run, "evaluation_samples.jsonl"):
         count = {"set": row["set"]}
         for side in ("before", "after"):
             responses = row[side]["responses"]
@@ -121,9 +121,7 @@ def copy_solutions(run, folder):
         counts.append(count)
         if sum(sample["set"] == row["set"] for sample in samples) < NUM_TEXTS:
             samples.append(row)
-    for name, rows in (("evaluation_samples", samples), ("evaluation_counts", counts)):
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (folder / f"{name}.jsonl.gz").write_bytes(gzip.compress(lines.encode(), mtime=0))
+    return {"evaluation_samples.jsonl": to_lines(samples), "evaluation_counts.jsonl": to_lines(counts)}
 
 
 # What is left of a LaTeX solution when only numbers and operators count, by (pattern, replacement) in this order.
@@ -170,11 +168,11 @@ def worked_equations(response):
 
 def read_metrics(folder):
     """One dict per update."""
-    return [json.loads(line) for line in health.read(folder, "metrics.jsonl").splitlines()]
+    return read_rows(folder, "metrics.jsonl")
 
 
-def read_json(path):
-    return json.loads(path.read_text())
+def read_json(folder, name):
+    return json.loads(read(folder, name))
 
 
 def minutes(folder):
@@ -196,9 +194,9 @@ def draw(job, seeds, path):
             rows = read_metrics(folder)
             episodes = [row["episode"] for row in rows]
             values = [row[name] for row in rows]
-            line = axis.plot(episodes, smooth(values), label=folder.name)
+            line = axis.plot(episodes, smooth(values), label=folder.stem)
             axis.plot(episodes, values, color=line[0].get_color(), alpha=0.25)
-            target = read_json(folder / "args.json")["args"].get("kl_target")
+            target = read_json(folder, "args.json")["args"].get("kl_target")
             if name == "objective/kl" and target:
                 axis.axhline(
                     target, color="gray", linestyle="--", label="target" if folder == seeds[0] else None
@@ -213,7 +211,7 @@ def draw(job, seeds, path):
 
 def before_and_after(folder):
     """The table of evaluation.json, in markdown."""
-    evaluation = read_json(folder / "evaluation.json")
+    evaluation = read_json(folder, "evaluation.json")
     lines = [f"| {evaluation['n']} held-out prompts | before | after |", "|---|---|---|"]
     for name, after in evaluation["after"].items():
         lines.append(f"| {name} | {evaluation['before'][name]:.3f} | {after:.3f} |")
@@ -222,8 +220,8 @@ def before_and_after(folder):
 
 def all_seeds(folders):
     """The evaluations of several runs side by side, in markdown."""
-    runs = [read_json(folder / "evaluation.json") for folder in folders]
-    lines = [f"| {runs[0]['n']} held-out prompts | {' | '.join(folder.name for folder in folders)} |"]
+    runs = [read_json(folder, "evaluation.json") for folder in folders]
+    lines = [f"| {runs[0]['n']} held-out prompts | {' | '.join(folder.stem for folder in folders)} |"]
     lines.append("|---" * (len(runs) + 1) + "|")
     for name in runs[0]["after"]:
         cells = [f"{run['before'][name]:.3f} → {run['after'][name]:.3f}" for run in runs]
@@ -233,7 +231,7 @@ def all_seeds(folders):
 
 def beside_openrl(folders):
     """The mean of the tables of evaluation.json beside OpenRL's, in markdown."""
-    runs = [read_json(folder / "evaluation.json") for folder in folders]
+    runs = [read_json(folder, "evaluation.json") for folder in folders]
     head = [f"{runs[0]['n']:,} held-out prompts", "before", "after", "gain"]
     head += ["OpenRL: SFT", "OpenRL: PPO", "gain"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
@@ -264,7 +262,7 @@ def has_two_operators(response):
 
 def equations(folder):
     """How many responses to held-out problems say something like 60 - 7 = 43, in markdown."""
-    rows = [json.loads(line) for line in health.read(folder, "evaluation_samples.jsonl").splitlines()]
+    rows = read_rows(folder, "evaluation_samples.jsonl")
     lines = ["| of the same responses | before | after |", "|---|---|---|"]
     kinds = {"is false": is_false, "has two or more operators": has_two_operators}
     for label, is_kind in kinds.items():
@@ -278,7 +276,7 @@ def equations(folder):
 
 def read_solutions(folder, kind):
     """The evaluation of a run on GSM8K. kind: "greedy" or "held-out" -> one dict per problem"""
-    rows = [json.loads(line) for line in health.read(folder, "evaluation_counts.jsonl").splitlines()]
+    rows = read_rows(folder, "evaluation_counts.jsonl")
     return [row for row in rows if row["set"] == kind]
 
 
@@ -290,7 +288,7 @@ def paired_gain(pairs):
 
 def solved(folder):
     """How many problems of GSM8K are solved, with the gain over the same problems, in markdown."""
-    evaluation = read_json(folder / "evaluation.json")
+    evaluation = read_json(folder, "evaluation.json")
     lines = [f"| {evaluation['n']:,} test problems | before | after | gain |", "|---" * 4 + "|"]
     measures = {
         "greedy: pass@1": ("greedy", fmean),
@@ -350,7 +348,7 @@ def solutions(folder):
 def beside_trl(results):
     """Seconds of the second and third update, ours and TRL's on the same GPU in the same call, in markdown."""
     ours = read_metrics(results / "three-updates")[1:]
-    theirs = read_json(results / "trl.json")["updates"][1:]
+    theirs = read_json(results, "trl.json")["updates"][1:]
     columns = {
         "ours": ([x["perf/seconds"] for x in ours], [x["perf/rollout_seconds"] for x in ours]),
         "TRL 1.16": ([x["seconds"] for x in theirs], [x["seconds"] - x["train"] for x in theirs]),
@@ -385,7 +383,7 @@ def reference_runs():
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for job, run, metric, name, *about in REFERENCE_RUNS:
         folder = ROOT / "results" / job / run
-        evaluation = read_json(folder / "evaluation.json")
+        evaluation = read_json(folder, "evaluation.json")
         change = " → ".join(f"{evaluation[side][metric]:.3f}" for side in ("before", "after"))
         lines.append(f"| `{job}` | {' | '.join(about)} | {minutes(folder)} | {name} {change} |")
     return "\n".join(lines)
@@ -394,7 +392,7 @@ def reference_runs():
 def tables(job):
     """The tables of the pages about a job. -> list of str"""
     results = ROOT / "results" / job
-    seeds = sorted(results.glob("seed*"))
+    seeds = sorted(results.glob("seed*.zip"))
     if job == "qwen-gsm8k":
         return [solved(seeds[0]), solutions(seeds[0]), beside_trl(results)]
     if job == "smollm2-word-problems":
@@ -412,6 +410,6 @@ if __name__ == "__main__":
     job, *out = sys.argv[1:]
     if out:
         copy_results(Path(out[0]), ROOT / "results" / job)
-    seeds = sorted((ROOT / "results" / job).glob("seed*"))
+    seeds = sorted((ROOT / "results" / job).glob("seed*.zip"))
     draw(job, seeds, ROOT / f"docs/real-{job}.png")
     print("\n\n".join(tables(job)))

@@ -1,22 +1,22 @@
 """Healthy runs of the defaults, with ten seeds each, and the bands that report.py draws behind the curves.
 
     python benchmarks/reference_bands.py run --jobs 2    # adds the runs that are not there yet
-    python benchmarks/reference_bands.py write           # results/reference_bands.json
+    python benchmarks/reference_bands.py write           # reference_bands.json, which report.py reads
 
 A band is the 5, 50 and 95 % quantile of a metric over the seeds, for each update. Each run has one thread. Some seeds
-are in results/ already, because the docs show them; the others go to results/healthy/SCRIPT/.
+are in results/ already, because the docs show them; the others go to results/healthy/SCRIPT/, one file per run.
 """
 
 import argparse
-import gzip
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from archive import pack, read, read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
@@ -34,37 +34,29 @@ LEFT_OUT = ("perf/", "eps", "episode", "epoch")  # of the machine, or the same i
 
 
 def run_path(script, seed):
-    """Where the metrics of a run are, or will be."""
+    """Where a run is, or will be."""
     if script in SHOWN_IN_DOCS:
-        shown = RESULTS / SHOWN_IN_DOCS[script] / f"seed{seed}/metrics.jsonl.gz"
+        shown = RESULTS / SHOWN_IN_DOCS[script] / f"seed{seed}.zip"
         if shown.exists():
             return shown
-    return RESULTS / f"healthy/{script}/seed{seed}.jsonl.gz"
-
-
-def args_path(script):
-    """Where the flags of the run with seed 1 are, or will be."""
-    if script in SHOWN_IN_DOCS:
-        return RESULTS / SHOWN_IN_DOCS[script] / "seed1/args.json"
-    return RESULTS / f"healthy/{script}/args.json"
+    return RESULTS / f"healthy/{script}/seed{seed}.zip"
 
 
 def run_one(script, seed):
-    """Run a default, and keep its metrics."""
+    """Run a default, and keep its metrics and flags."""
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, f"{script}.py", "--seed", str(seed), "--output-dir", f"{folder}/run"]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         end = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
         if end.returncode:
             raise RuntimeError(f"{script}, seed {seed}:\n{end.stdout[-2000:]}{end.stderr[-2000:]}")
-        path = run_path(script, seed)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(f"{folder}/run/metrics.jsonl", "rb") as source, gzip.open(path, "wb") as target:
-            shutil.copyfileobj(source, target)
-        if seed == 1 and not args_path(script).exists():
-            args = json.loads(Path(folder, "run/args.json").read_text())["args"]
-            del args["output_dir"]  # a temporary folder
-            args_path(script).write_text(json.dumps({"args": args}) + "\n")
+        args = json.loads(read(f"{folder}/run", "args.json"))["args"]
+        del args["output_dir"]  # a temporary folder
+        files = {
+            "args.json": json.dumps({"args": args}),
+            "metrics.jsonl": read(f"{folder}/run", "metrics.jsonl"),
+        }
+        pack(run_path(script, seed), files)
     print(f"{script}, seed {seed}", flush=True)
 
 
@@ -78,10 +70,7 @@ def band(script, seeds=SEEDS):
     """The quantiles of all metrics of a script. -> dict: seeds, args, metrics: name -> update, 5, 50, 95"""
     import numpy as np
 
-    runs = []
-    for seed in seeds:
-        with gzip.open(run_path(script, seed), "rt") as file:
-            runs.append([json.loads(line) for line in file])
+    runs = [read_rows(run_path(script, seed), "metrics.jsonl") for seed in seeds]
     updates = [row["update"] for row in runs[0]]
     shown = np.unique(np.linspace(0, len(updates) - 1, POINTS).round().astype(int))
     metrics = {}
@@ -94,14 +83,14 @@ def band(script, seeds=SEEDS):
         metrics[name] = {"update": [updates[i] for i in shown]}
         for quantile, line in zip(("5", "50", "95"), quantiles):
             metrics[name][quantile] = [float(f"{x:.4g}") for x in line]
-    about = json.loads(args_path(script).read_text())
+    about = json.loads(read(run_path(script, 1), "args.json"))
     return {"seeds": len(runs), "args": about["args"], "metrics": metrics}
 
 
 def write():
-    """results/reference_bands.json: script and recipe -> band"""
+    """reference_bands.json: script and recipe -> band"""
     bands = {f"{script} tiny": band(script) for script in SCRIPTS}
-    (RESULTS / "reference_bands.json").write_text(json.dumps(bands) + "\n")
+    (ROOT / "reference_bands.json").write_text(json.dumps(bands) + "\n")
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ A response has steps if it has more than one line. The table has one row per set
 training, over all responses of all seeds.
 """
 
-import gzip
-import json
 from pathlib import Path
+
+from archive import read_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / "results/grpo-math-tiny"
@@ -17,8 +17,8 @@ RUNS = ROOT / "results/grpo-math-tiny"
 def read_lines():
     """The lines of evaluation_samples.jsonl of all runs. -> list of dict"""
     lines = []
-    for path in sorted(RUNS.glob("seed*/evaluation_samples.jsonl.gz")):
-        lines += [json.loads(line) for line in gzip.decompress(path.read_bytes()).splitlines()]
+    for run in sorted(RUNS.glob("seed*.zip")):
+        lines += read_rows(run, "evaluation_samples.jsonl")
     return lines
 
 

@@ -23,6 +23,9 @@ from device_check import pretended_gpu
 from diff_blocks import apply_block
 from run_tools import reward_file, rows_of
 
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from archive import read, run_folder  # noqa: E402
+
 pytest_plugins = ["run_fixtures"]
 README = (ROOT / "README.md").read_text()
 DOCS = {path.stem: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
@@ -38,8 +41,9 @@ def load_program(path):
 
 
 def result(path):
-    """A JSON file of results/."""
-    return json.loads((ROOT / "results" / path).read_text())
+    """A JSON file of results/, or of a run of results/."""
+    path = ROOT / "results" / path
+    return json.loads(read(path.parent, path.name))
 
 
 def cells_of(page, first_cell):
@@ -97,7 +101,7 @@ def test_the_notebook_runs_scripts_and_shows_a_run(scripts, tmp_path, monkeypatc
     assert args["ppo_sentiment"].model_name_or_path == f"{args['sft'].output_dir}/model"
     assert args["ppo_sentiment"].reward_model_path == f"{args['reward_model'].output_dir}/model"
     folder = tmp_path / args["ppo_sentiment"].output_dir
-    shutil.copytree(ROOT / "results/smollm2-imdb/seed1", folder)
+    shutil.copytree(run_folder(ROOT / "results/smollm2-imdb/seed1.zip"), folder)
     monkeypatch.chdir(tmp_path)
     tables = []
     exec(code[-1], {"Path": Path, "display": tables.append})
@@ -372,7 +376,7 @@ def test_the_ratios_of_the_readme_are_those_of_the_speed_page():
 
 def test_the_samples_and_numbers_of_the_readme_are_those_of_the_files():
     """The first four answers; known faults and those that notice them; blind faults; kills."""
-    lines = (ROOT / "results/smollm2-imdb/seed1/evaluation_samples.jsonl").read_text().splitlines()
+    lines = read(ROOT / "results/smollm2-imdb/seed1", "evaluation_samples.jsonl").splitlines()
     rows = re.findall(r"^\| (.*\*\*) \| (\*\*.*\*\*) \| (\S+) → (\S+) \|$", README, re.M)
     assert len(rows) == 4
     for line, (before, after, *scores) in zip(map(json.loads, lines), rows):

@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+from archive import pack, read, run_folder  # noqa: E402
+
 import report  # noqa: E402
 
 
 def titles(folder):
     """What report.py finds in a run folder: a path, or one below results/."""
-    return [finding.title for finding in report.find_problems(report.read_run(ROOT / "results" / folder))]
+    run = report.read_run(run_folder(ROOT / "results" / folder))
+    return [finding.title for finding in report.find_problems(run)]
 
 
 # ---- Findings in committed runs ----------------------------------------------------------------------------
@@ -31,9 +34,8 @@ def test_an_exploited_reward_is_found():
     ]
 
 
-def test_the_table_of_checks_and_faults(monkeypatch):
+def test_the_table_of_checks_and_faults():
     """results/diagnose/checks.json, without the slow column, and the numbers of the docs."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import diagnose
 
     table = json.loads((ROOT / "results/diagnose/checks.json").read_text())
@@ -60,6 +62,17 @@ def test_the_numbers_of_the_docs():
     alone = table["unseen faults named without the bands of healthy runs"]
     assert f"as with your own model and data, they name {alone}" in text
     assert f"no false alarm in {table['healthy runs']} healthy runs" in text
+
+
+def test_a_run_in_one_file_is_its_folder(tmp_path):
+    """What benchmarks/archive.py packs and unpacks. A folder of the same name is not the run."""
+    texts = {"metrics.jsonl": '{"update": 1, "objective/scores": 0.5}\n', "samples.jsonl": "naïve\n"}
+    pack(tmp_path / "group/lr-1e-5-beta-0.1.zip", texts)
+    (tmp_path / "group/lr-1e-5-beta-0.1").mkdir()
+    for path in (tmp_path / "group/lr-1e-5-beta-0.1", tmp_path / "group/lr-1e-5-beta-0.1.zip"):
+        assert {name: read(path, name) for name in texts} == texts
+        run = report.read_run(run_folder(path))
+        assert run.name == "group/lr-1e-5-beta-0.1" and run.metrics[0]["objective/scores"] == 0.5
 
 
 # ---- Runs written by hand ----------------------------------------------------------------------------------
@@ -174,7 +187,7 @@ def test_diagnose_prints_findings(capsys):
     report.main([str(ROOT / "results/rloo-weak-reward"), "--diagnose"])
     out = capsys.readouterr().out
     assert "1 findings" in out and "1. the reward model is too weak" in out
-    report.main([str(ROOT / "results/rloo-tiny/seed1"), "--diagnose"])
+    report.main([str(run_folder(ROOT / "results/rloo-tiny/seed1.zip")), "--diagnose"])
     assert "nothing looks wrong" in capsys.readouterr().out
 
 
@@ -326,7 +339,7 @@ def test_unusual_flags_come_first_if_something_is_wrong(tmp_path, monkeypatch):
 
 def test_all_metrics_with_causes_are_logged():
     """A misspelled metric would never be looked at."""
-    bands = json.loads((ROOT / "results/reference_bands.json").read_text()).values()
+    bands = json.loads((ROOT / "reference_bands.json").read_text()).values()
     logged = {metric for band in bands for metric in band["metrics"]}
     assert set(report.CAUSES) <= logged and set(report.LATER) <= set(report.CAUSES)
 
@@ -384,7 +397,8 @@ def test_the_page_needs_no_network(tmp_path):
 
 
 def test_a_committed_run_fits(tmp_path):
-    report.main([str(ROOT / "results/ppo-sentiment-tiny/seed1"), "--output", str(tmp_path / "page.html")])
+    folder = run_folder(ROOT / "results/ppo-sentiment-tiny/seed1.zip")
+    report.main([str(folder), "--output", str(tmp_path / "page.html")])
     assert (tmp_path / "page.html").stat().st_size < 3_000_000
 
 
