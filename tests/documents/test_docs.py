@@ -23,6 +23,8 @@ from device_check import pretended_gpu
 from diff_blocks import apply_block
 from run_tools import reward_file, rows_of
 
+import report
+
 pytest_plugins = ["run_fixtures"]
 README = (ROOT / "README.md").read_text()
 DOCS = {path.stem: path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))}
@@ -152,7 +154,10 @@ def changed_script(monkeypatch, tmp_path, name, block):
 
 @pytest.mark.parametrize("name, title, block", list(changes()), ids=lambda x: x if len(x) < 70 else "")
 def test_lines_to_change_fit_the_script_and_run(small, monkeypatch, tmp_path, name, title, block):
-    """The changed script runs in bf16 on a pretended GPU: two updates, samples and the evaluation."""
+    """The changed script runs in bf16 on a pretended GPU: two updates, samples and the evaluation.
+
+    If report.py cannot follow the rewards or advantages, it says that this may be on purpose.
+    """
     module = changed_script(monkeypatch, tmp_path, name, block)
     flags = {}
     if name in ("ppo_sentiment", "ppo_dialog", "rloo_tldr", "grpo_math"):
@@ -160,8 +165,11 @@ def test_lines_to_change_fit_the_script_and_run(small, monkeypatch, tmp_path, na
     args = small(name, dtype="bfloat16", **flags)
     (tmp_path / "teacher").symlink_to(args.model_name_or_path)  # of on-policy distillation
     with pretended_gpu() as check:
-        module.train(module.Args(**vars(args)))
+        _, folder = module.train(module.Args(**vars(args)))
     assert check.mistakes == []
+    for finding in report.find_problems(report.read_run(folder)):
+        if finding.entry in ("token-rewards", "token-advantages", "group-advantages"):
+            assert "on purpose" in finding.causes[-1]
 
 
 @pytest.mark.parametrize("page", ["README", "ppo_sentiment", "grpo_math"])
