@@ -113,7 +113,7 @@ class Args:
     save_every: int = 10  # updates between checkpoints (0: only at the end, or after a signal)
     keep_checkpoints: int = 2  # number of checkpoints to keep
     log_with: Literal["none", "wandb", "tensorboard"] = "none"  # a tracker, in addition to metrics.jsonl
-    num_sample_generations: int = 10  # about how many times samples are printed during the run
+    num_sample_generations: int = 10  # about how many times samples are printed; first after update 1
     num_eval_prompts: int = 256  # number of held-out tasks to solve before and after training, per data set
     num_eval_samples: int = 8  # responses to each of them: the k of pass@k
 
@@ -478,7 +478,9 @@ def train(args):
         run.log(metrics)  # tensors become numbers; raises if one is not finite
         if (b["scores"] == b["scores"][0]).all():
             accelerator.print("all scores are equal: the reward teaches nothing")
-        if args.num_sample_generations and update % max(1, updates // args.num_sample_generations) == 0:
+        if args.num_sample_generations and (
+            update == 1 or update % max(1, updates // args.num_sample_generations) == 0
+        ):
             # The k responses to the first task, which the main process generated.
             with torch.no_grad(), autocast:
                 _, entropies = model(b["ids"][:k], b["mask"][:k], T, args.temperature)

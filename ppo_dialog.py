@@ -112,7 +112,7 @@ class Args:
     save_every: int = 10  # updates between checkpoints (0: only at the end, or after a signal)
     keep_checkpoints: int = 2  # number of checkpoints to keep
     log_with: Literal["none", "wandb", "tensorboard"] = "none"  # a tracker, in addition to metrics.jsonl
-    num_sample_generations: int = 10  # about how many times samples are printed during the run
+    num_sample_generations: int = 10  # about how many times samples are printed; first after update 1
     num_eval_prompts: int = 512  # number of held-out prompts in the before / after table
 
     # Models
@@ -465,7 +465,9 @@ def train(args):
         metrics = run.log(metrics)  # tensors become numbers; raises if one is not finite
         if (scores == scores[0]).all():
             accelerator.print("all scores are equal (because of --score-clip?): the reward teaches nothing")
-        if args.num_sample_generations and update % max(1, updates // args.num_sample_generations) == 0:
+        if args.num_sample_generations and (
+            update == 1 or update % max(1, updates // args.num_sample_generations) == 0
+        ):
             token_columns = {
                 "ids": b["ids"][:, C:],
                 "logprob": b["logprobs"],
@@ -481,6 +483,7 @@ def train(args):
                 "reference": [turn.reference for turn in turns[:4]],
                 "answer": answers[:4],
                 "score": b["raw_scores"][:4].tolist(),  # as in the evaluation, before clip and penalty
+                "score paid": scores[:4].tolist(),  # after clip and penalty
             }
             for name, x in b["parts"].items():
                 if name != "intent_match":  # it is only logged; the part in the score is called intent

@@ -74,7 +74,7 @@ class Run:
     about: dict  # args.json
     metrics: list  # of dict, one per update
     evaluation: dict
-    pairs: list  # of dict: prompt, before, score, after, score after
+    pairs: list  # of dict: set, prompt, before, score, after, score after
     tokens: list  # of dict: update, prompt, ids, and lists with one number per token
     band: dict = field(default_factory=dict)  # metric -> update, 5, 50, 95: lists, of healthy runs
     band_args: dict = field(default_factory=dict)  # the flags of these runs
@@ -121,9 +121,14 @@ def read_run(folder):
     args = about.get("args", {})
     script = Path(about.get("command", ["run"])[0]).stem
     tokens = read_lines(folder, "tokens.jsonl")
+    clip = args.get("score_clip") or math.inf
     for row in tokens:
         if "KL" in row:  # the runs in results/ are of an earlier edition
             row["kl"] = row.pop("KL")
+        # Earlier versions did not save what was paid. It is known without a penalty for a missing EOS, and in
+        # results/, where rows have the texts of tokens: there the score is after the penalty.
+        if args.get("missing_eos_penalty") is None or "tokens" in row:
+            row.setdefault("score paid", max(-clip, min(clip, row["score"])))
     band = read_json(BANDS).get(f"{script} {args.get('recipe')}", {})
     return Run(
         folder=folder,
@@ -141,7 +146,7 @@ def read_run(folder):
 
 
 def to_pairs(rows):
-    """Rows of evaluation_samples.jsonl -> dicts: prompt, before, score, after, score after"""
+    """Rows of evaluation_samples.jsonl -> dicts: set, prompt, before, score, after, score after"""
     pairs = []
     for row in rows:
         if isinstance(row["before"], dict):  # grpo_math.py: several responses per task
@@ -151,7 +156,8 @@ def to_pairs(rows):
         else:
             sides = [(row["before"], row["score"], row["after"], row["score after"])]
         for old, score, new, score_after in sides:
-            pair = {"prompt": prompt_of(row), "before": old, "score": number(score)}
+            pair = {"set": row.get("set", "held-out"), "prompt": prompt_of(row)}
+            pair |= {"before": old, "score": number(score)}
             pairs.append(pair | {"after": new, "score after": number(score_after)})
     return pairs
 
@@ -216,27 +222,60 @@ def find_problems(run):
         if all(distance_from_band(run, metric) < 2 for metric in different_at_first(run)):
             return []  # one update may differ by chance, if nothing looks wrong later
     flags = unusual_flags(run)
-    if found and flags:  # a run that fails with other flags most likely fails because of them
+    settings = [flag for flag in flags if not flag.endswith(OWN)]
+    if found and settings:  # a run that fails with other flags most likely fails because of them
         evidence = "Something else looks wrong too. Check these flags first."
         place = 1 if found[0].entry == "flat-reward" else 0
-        found.insert(place, Finding("Flags differ from those of healthy runs", evidence, flags[:3], "flags"))
+        if len(settings) < len(flags):  # other data, models or rewards may need other flags
+            evidence = "The healthy runs have the recipe's own data, models and rewards."
+            place = len(found)
+        causes = [f"{flag} is {flags[flag][0]}, healthy runs: {flags[flag][1]}" for flag in settings[:3]]
+        found.insert(place, Finding("Flags differ from those of healthy runs", evidence, causes, "flags"))
     return found
 
 
 def unusual_flags(run):
-    """Flags that differ from those of the healthy runs. -> list of str"""
+    """Flags that differ from those of the healthy runs. -> dict: flag -> (its value, that of healthy runs)"""
     names = sorted(run.args.keys() & run.band_args.keys() - MAY_DIFFER)
-    return [
-        f"--{name.replace('_', '-')} is {run.args[name]}, healthy runs: {run.band_args[name]}"
+    return {
+        f"--{name.replace('_', '-')}": (run.args[name], run.band_args[name])
         for name in names
         if run.args[name] != run.band_args[name]
-    ]
+    }
 
 
 MAY_DIFFER = {
     "seed", "output_dir", "resume", "num_sample_generations", "save_every", "keep_checkpoints", "log_with",
-    "judge_model_path", "num_eval_prompts", "num_eval_samples", "num_samples"
+    "judge_model_path", "judge_model", "judge_url", "judge_fn", "num_eval_prompts", "num_eval_samples",
+    "num_samples"
 }  # fmt: skip
+OWN = ("dataset-name", "-path", "reward-fn")  # ends of the flags that name data, models and rewards
+
+
+def skipped_checks(run):
+    """What could not be checked, and why: one line, or "" if everything was."""
+    skipped = []
+    if not has_flags_of_band(run):
+        if not run.band:
+            reason = "there are none of this recipe"
+        elif unusual_flags(run):
+            reason = f"their flags differ: {', '.join(unusual_flags(run))}"
+        else:
+            reason = "they have one process"
+        skipped.append(f"the comparison with healthy runs ({reason})")
+    if run.values("objective/scores"):  # of the RL scripts
+        if not run.tokens:
+            skipped.append("the numbers per token (none are saved)")
+        elif not saved_rows(run, "score paid"):
+            skipped.append("the rewards (what was paid is not saved)")
+        elif run.args.get("whiten_rewards") and saved_rows(run, "reward"):
+            skipped.append("the rewards (they are whitened)")
+        if not run.pairs:
+            skipped.append("the held-out prompts (no evaluation yet)")
+        judges = [x for name, x in run.args.items() if name.startswith("judge")]
+        if judges and not any(judges):
+            skipped.append("whether a judge agrees (there is none)")
+    return f"Not checked: {'; '.join(skipped)}." if skipped else ""
 
 
 def part_mean(values, start, end):
@@ -262,16 +301,19 @@ def early_and_late(run, metric):
 # The run folder has the numbers of a few responses. From them, rewards and advantages are computed again.
 
 
+ON_PURPOSE = "you changed this on purpose, as “Lines to change” in the docs does: then it is not a bug"
+
+
 def saved_rows(run, *columns):
     """The saved responses that have these columns."""
     return [row for row in run.tokens if all(name in row for name in columns)]
 
 
-def saved_groups(run):
+def saved_groups(run, *columns):
     """RLOO and GRPO: whole groups of responses to one prompt. -> list of lists of rows"""
     size = run.args.get("rloo_k") or run.args.get("num_generations")
     groups = {}
-    for row in run.tokens:
+    for row in saved_rows(run, *columns):
         groups.setdefault((row["update"], prompt_of(row)), []).append(row)
     return [rows for rows in groups.values() if len(rows) == size]
 
@@ -301,6 +343,7 @@ def check_variance(run):
 def check_masks(run):
     """PPO: a token of a response with a KL, return and advantage of exactly 0 is outside of the mask."""
     rows = saved_rows(run, "kl", "return", "advantage")
+    rows = [row for row in rows if row["update"] > 1]  # in update 1, every KL is 0
     masked = [row for row in rows if row["kl"][-1] == row["return"][-1] == row["advantage"][-1] == 0]
     if len(masked) >= max(2, 0.25 * len(rows)):
         return f"The last token of {len(masked)} of {len(rows)} saved responses."
@@ -336,13 +379,15 @@ def check_sampling(run):
     "token-rewards",
     "Rewards are not the KL penalty and the score",
     "the KL penalty is computed from other log-probabilities, or with another coefficient",
+    ON_PURPOSE,
 )
 def check_token_rewards(run):
     """PPO pays each token -kl_coef * KL, and the last token the score too."""
     if run.args.get("whiten_rewards"):
         return None
     coefficients = run.by_update("objective/kl_coef")
-    rows = [row for row in saved_rows(run, "reward", "kl") if row["update"] in coefficients]
+    rows = saved_rows(run, "reward", "kl", "score paid")
+    rows = [row for row in rows if row["update"] in coefficients]
     last, early = 0, Counter()  # responses with a wrong last reward; cause -> responses with other wrong ones
     for row in rows:
         coefficient = coefficients[row["update"]]
@@ -351,9 +396,7 @@ def check_token_rewards(run):
         tolerance = 0.01 + 0.001 * coefficient
         if any(abs(x) > tolerance for x in rest[:-1]):
             early[cause_of_rewards(row["reward"][:-1], row["kl"][:-1], tolerance)] += 1
-        clip = run.args.get("score_clip") or math.inf  # the runs in results/ have scores before clipping
-        scores = row["score"], max(-clip, min(clip, row["score"]))
-        last += min(abs(rest[-1] - score) for score in scores) > tolerance
+        last += abs(rest[-1] - row["score paid"]) > tolerance
     if last + early.total() < max(1, 0.1 * len(rows)):
         return None
     causes = [cause for cause, _ in early.most_common(1)]
@@ -443,14 +486,15 @@ def check_same_responses(run):
     "groups are mixed up: rows are grouped or ordered in two different ways",
     "rewards or advantages are of other responses, or have the wrong sign",
     "rewards are clipped, whitened or penalized in another way, or have another KL penalty",
+    ON_PURPOSE,
 )
 def check_group_advantages(run):
     """RLOO and GRPO: compute the advantages of a group again from its scores and KL."""
     in_reward = run.args.get("kl_estimator") == "k1"
     coefficient = run.args["kl_coef"] if in_reward else 0.0
     wrong, off_center, total = 0, 0, 0  # numbers of groups
-    for rows in saved_groups(run):
-        rewards = [row["score"] - coefficient * sum(row.get("kl", [])) for row in rows]
+    for rows in saved_groups(run, "score paid"):
+        rewards = [row["score paid"] - coefficient * sum(row.get("kl", [])) for row in rows]
         saved = [row["advantage"][0] for row in rows]
         if max(rewards) - min(rewards) < 0.01 and max(abs(x) for x in saved) < 0.01:
             continue  # all rewards are equal
@@ -511,8 +555,12 @@ def rises(run):
 
 
 def held_out_gains(run):
-    """Score after - score before of each held-out response that has both. -> list of float"""
-    both = [pair for pair in run.pairs if None not in (pair["score"], pair["score after"])]
+    """Score after - score before of each held-out response that has both. -> list of float
+
+    Not of the harder tasks of grpo_math.py, nor of greedy decoding.
+    """
+    pairs = [pair for pair in run.pairs if pair["set"] == "held-out"]
+    both = [pair for pair in pairs if None not in (pair["score"], pair["score after"])]
     return [pair["score after"] - pair["score"] for pair in both]
 
 
@@ -525,14 +573,18 @@ def clear_change(run):
     if len(gains) > 1:
         change, error = mean(gains), stdev(gains) / len(gains) ** 0.5
     else:
-        values = run.values("objective/scores")
-        last = values[int(0.8 * len(values)) :]
-        if len(last) < 2:
-            return 0
-        early, late = early_and_late(run, "objective/scores")
-        num_early = math.ceil(0.05 * len(values))
-        change, error = late - early, stdev(last) * (1 / num_early + 1 / len(last)) ** 0.5
+        change, error = rise_in_training(run, "objective/scores")
     return (change > 2 * error) - (change < -2 * error)
+
+
+def rise_in_training(run, metric):
+    """Late mean - early mean, and its standard error: of a short run, large. -> two floats"""
+    values = run.values(metric)
+    last = values[int(0.8 * len(values)) :]
+    if len(last) < 2:
+        return 0.0, math.inf
+    early, late = early_and_late(run, metric)
+    return late - early, stdev(last) * (1 / math.ceil(0.05 * len(values)) + 1 / len(last)) ** 0.5
 
 
 def flat_or_falling(run):
@@ -791,13 +843,13 @@ def check_gold_score(run):
 )
 def check_held_out(run):
     """What is learned on the training prompts must show on others."""
-    gains, rewards = held_out_gains(run), run.values("env/reward_mean")
-    if len(gains) < 50 or len(rewards) < 10 or not rises(run):
+    gains = held_out_gains(run)
+    if len(gains) < 50 or len(run.metrics) < 10 or not rises(run):
         return None
-    early, late = early_and_late(run, "env/reward_mean")
-    gain, error = mean(gains), (stdev(gains) ** 2 / len(gains) + stdev(rewards) ** 2 / 10) ** 0.5
-    if gain < 0.65 * (late - early) and late - early - gain > 3 * error:
-        return f"There it rose by {late - early:.3g}, on held-out prompts by {gain:.3g}."
+    rise, rise_error = rise_in_training(run, "env/reward_mean")
+    gain, error = mean(gains), (stdev(gains) ** 2 / len(gains) + rise_error**2) ** 0.5
+    if gain < 0.65 * rise and rise - gain > 3 * error:
+        return f"There it rose by {rise:.3g}, on held-out prompts by {gain:.3g}."
 
 
 @check(
@@ -882,7 +934,7 @@ def check_gain(run):
     """With other flags, less than half of what healthy runs gain. The reward functions must be the same."""
     band, flags = run.band.get("env/reward_mean"), " ".join(unusual_flags(run))
     early, late = early_and_late(run, "env/reward_mean")
-    other_reward = any(word in flags for word in ("reward", "weight", "judge", "dataset", "model"))
+    other_reward = any(word in flags for word in ("reward", "weight", "dataset", "model"))
     if band is None or len(run.metrics) < 10 or not flags or other_reward:
         return None
     usual = part_mean(band["50"], 0.8, 1) - band["50"][0]
@@ -1108,6 +1160,8 @@ def page(runs):
         title=", ".join(run.name for run in runs),
         runs=runs,
         findings=[find_problems(run) for run in runs],
+        verdict=verdict,
+        skipped_checks=skipped_checks,
         tables=[evaluation_tables(run) for run in runs],
         groups=groups,
         divs=divs,
@@ -1116,7 +1170,6 @@ def page(runs):
         bokeh=Resources(mode="inline", components=["bokeh"]).render_js(),
         data=json.dumps(data).replace("<", "\\u003c"),
         style=STYLE,
-        short=SHORT,
         program=PROGRAM,
     )
 
@@ -1142,15 +1195,16 @@ def evaluation_tables(run):
 
 def verdict(run):
     """What to say about a run without findings."""
-    return "too short to judge" if len(run.metrics) < SHORT else "nothing looks wrong"
+    if len(run.metrics) < SHORT:
+        return "too short to judge"
+    return "no findings in what was checked" if skipped_checks(run) else "nothing looks wrong"
 
 
 def describe_findings(run):
     """The findings as text for the screen."""
     findings = find_problems(run)
-    if not findings:
-        return f"{run.name}: {verdict(run)} (updates: {len(run.metrics)})"
-    lines = [f"{run.name}: {len(findings)} findings"]
+    count = f"{len(findings)} findings" if findings else verdict(run)
+    lines = [f"{run.name}: {count} (updates: {len(run.metrics)})", *filter(None, [skipped_checks(run)])]
     for finding in findings:
         lines += ["", f"{finding.title}. {finding.evidence}"]
         lines += ["Likely causes:"]
@@ -1317,13 +1371,10 @@ TEMPLATE = """<!doctype html>
 <ol>{% for cause in finding.causes %}<li>{{ cause }}{% endfor %}</ol>
 <span class="note">See docs/debugging.md#{{ finding.entry }}</span></div>
 {% else %}
-{% if run.metrics | length < short %}
-<p class="finding unknown">Too short to judge (updates: {{ run.metrics | length }}).</p>
-{% else %}
-<p class="finding healthy">Nothing looks wrong (updates: {{ run.metrics | length }}). Read the answers all the
-same.</p>
-{% endif %}
+<p class="finding {{ "healthy" if verdict(run) == "nothing looks wrong" else "unknown" }}">
+{{ verdict(run) | capitalize }} (updates: {{ run.metrics | length }}). Read the answers all the same.</p>
 {% endfor %}
+<p class="note">{{ skipped_checks(run) }}</p>
 {% endfor %}
 
 <h2 id="answers">Before and after</h2>
@@ -1350,7 +1401,7 @@ same.</p>
 <h2 id="curves">Curves</h2>
 <p>{% for run in runs %}<b style="color: {{ colors[run.name] }}">&#9632;</b> {{ run.name }} {% endfor %}
 {% if runs[0].band %}<b style="color: #bbbbbb">&#9632;</b> 5 to 95 % of ten healthy runs of
-{{ runs[0].script }}.py, with its default flags.{% endif %}
+{{ runs[0].script }}.py, with its default flags and data.{% endif %}
 {% for run in runs if run.values("objective/kl") and not run.args.get("kl_target") %}
 {% if loop.first %}There is no KL target (dashed line), so the KL may go on rising.{% endif %}
 {% else %}Dashed line: KL target.{% endfor %}</p>

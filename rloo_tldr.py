@@ -111,7 +111,7 @@ class Args:
     save_every: int = 10  # updates between checkpoints (0: only at the end, or after a signal)
     keep_checkpoints: int = 2  # number of checkpoints to keep
     log_with: Literal["none", "wandb", "tensorboard"] = "none"  # a tracker, in addition to metrics.jsonl
-    num_sample_generations: int = 10  # about how many times samples are printed during the run
+    num_sample_generations: int = 10  # about how many times samples are printed; first after update 1
 
     # Models
     model_name_or_path: str | None = None  # tokenizer; also the policy, if sft_model_path is None
@@ -233,7 +233,8 @@ RECIPES = {
 #     rewards/NAME   what one reward function returns
 #     raw score      their weighted sum; logged as env/reward_mean
 #     score          the raw score, clipped, minus the penalty for a missing EOS; logged as objective/scores.
-#                    (In tables of samples and in evaluations, it is the raw score.)
+#                    (In tables of samples, this is the "score paid". "score", there and in evaluations, is
+#                    the raw score.)
 #     reward         what RLOO maximizes: the score minus the KL penalty (with k2 or k3: the score)
 
 
@@ -488,7 +489,9 @@ def train(args):
         run.log(metrics)  # tensors become numbers; raises if one is not finite
         if (scores == scores[0]).all():
             accelerator.print("all scores are equal (because of --score-clip?): the reward teaches nothing")
-        if args.num_sample_generations and update % max(1, updates // args.num_sample_generations) == 0:
+        if args.num_sample_generations and (
+            update == 1 or update % max(1, updates // args.num_sample_generations) == 0
+        ):
             # The k responses to the first post, which the main process generated.
             token_columns = {
                 "ids": b["ids"][:, C:],
@@ -500,6 +503,7 @@ def train(args):
             prompt = plain_text(prompt_share["examples"][0]["prompt"])
             samples = {"prompt": [prompt] * k, "response": responses[:k]}
             samples["score"] = b["raw_scores"][:k].tolist()  # as in the evaluation, before clip and penalty
+            samples["score paid"] = scores[:k].tolist()  # after clip and penalty
             log_samples(run, update, rows_of(samples), b["lengths"], token_columns)
 
         # 7. Save.

@@ -23,7 +23,8 @@ from device_check import pretended_gpu
 from diff_blocks import apply_block
 from run_tools import reward_file, rows_of
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+import report  # noqa: E402
 from archive import read, run_folder  # noqa: E402
 
 pytest_plugins = ["run_fixtures"]
@@ -156,7 +157,10 @@ def changed_script(monkeypatch, tmp_path, name, block):
 
 @pytest.mark.parametrize("name, title, block", list(changes()), ids=lambda x: x if len(x) < 70 else "")
 def test_lines_to_change_fit_the_script_and_run(small, monkeypatch, tmp_path, name, title, block):
-    """The changed script runs in bf16 on a pretended GPU: two updates, samples and the evaluation."""
+    """The changed script runs in bf16 on a pretended GPU: two updates, samples and the evaluation.
+
+    If report.py cannot follow the rewards or advantages, it says that this may be on purpose.
+    """
     module = changed_script(monkeypatch, tmp_path, name, block)
     flags = {}
     if name in ("ppo_sentiment", "ppo_dialog", "rloo_tldr", "grpo_math"):
@@ -164,8 +168,11 @@ def test_lines_to_change_fit_the_script_and_run(small, monkeypatch, tmp_path, na
     args = small(name, dtype="bfloat16", **flags)
     (tmp_path / "teacher").symlink_to(args.model_name_or_path)  # of on-policy distillation
     with pretended_gpu() as check:
-        module.train(module.Args(**vars(args)))
+        _, folder = module.train(module.Args(**vars(args)))
     assert check.mistakes == []
+    for finding in report.find_problems(report.read_run(folder)):
+        if finding.entry in ("token-rewards", "token-advantages", "group-advantages"):
+            assert "on purpose" in finding.causes[-1]
 
 
 @pytest.mark.parametrize("page", ["README", "ppo_sentiment", "grpo_math"])

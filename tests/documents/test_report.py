@@ -9,11 +9,14 @@ import sys
 import numpy as np
 import pytest
 from conftest import ROOT
+from run_tools import rows_of
 
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from archive import pack, read, run_folder  # noqa: E402
 
 import report  # noqa: E402
+
+pytest_plugins = ["run_fixtures"]
 
 
 def titles(folder):
@@ -187,8 +190,12 @@ def test_diagnose_prints_findings(capsys):
     report.main([str(ROOT / "results/rloo-weak-reward"), "--diagnose"])
     out = capsys.readouterr().out
     assert "1 findings" in out and "1. the reward model is too weak" in out
-    report.main([str(run_folder(ROOT / "results/rloo-tiny/seed1.zip")), "--diagnose"])
-    assert "nothing looks wrong" in capsys.readouterr().out
+    report.main([str(run_folder(ROOT / "results/diagnose/runs/healthy") / "ppo_sentiment-11"), "--diagnose"])
+    assert capsys.readouterr().out.endswith("ppo_sentiment-11: nothing looks wrong (updates: 200)\n")
+    report.main([str(run_folder(ROOT / "results/rloo-tiny/seed1")), "--diagnose"])
+    no_findings, not_checked = capsys.readouterr().out.splitlines()
+    assert no_findings.endswith(": no findings in what was checked (updates: 80)")
+    assert not_checked == "Not checked: the numbers per token (none are saved)."
 
 
 # ---- Findings: held-out prompts ----------------------------------------------------------------------------
@@ -223,6 +230,30 @@ def test_what_held_out_prompts_show(tmp_path, case):
     pairs = [{"prompt": "p", "before": f"text {i}", "score": 0.01 * i} | after(i) for i in range(60)]
     write_evaluation(folder, pairs, **{"judge: P(positive)": judge})
     assert titles(folder) == expected
+
+
+def test_harder_tasks_and_greedy_decoding_are_no_held_out_tasks(tmp_path):
+    """grpo_math.py evaluates three sets. Only the first is like the training tasks."""
+    folder, lines = write_run(tmp_path / "run", env__reward_mean=lambda x: x), []
+    for name, gain in (("held-out", 1.0), ("harder", 0.0), ("greedy", 0.0)):
+        sides = [{"responses": ["text"], "rewards/own": [score]} for score in (0.0, gain)]
+        lines += [{"set": name, "task": "p", "before": sides[0], "after": sides[1]}] * 60
+    write_lines(folder / "evaluation_samples.jsonl", lines)
+    assert titles(folder) == []
+
+
+def test_a_short_run_says_little_about_held_out_prompts(tmp_path):
+    """Ten batches with rewards from 0 to 2: that the last two are 1 above the first is chance."""
+    folder = write_run(tmp_path / "run")
+    rewards = [0.5, 2.0, 0.0, 1.5, 0.5, 1.0, 2.0, 0.0, 1.0, 2.0]
+    rows = [
+        {"update": i, "objective/scores": x, "env/reward_mean": x, "env/reward_std": 1.0}
+        for i, x in enumerate(rewards, 1)
+    ]
+    write_lines(folder / "metrics.jsonl", rows)
+    pairs = [{"prompt": "p", "before": "a", "score": 0.0, "after": "b", "score after": 0.2}] * 60
+    write_lines(folder / "evaluation_samples.jsonl", pairs)
+    assert titles(folder) == []
 
 
 def test_new_words_by_hand():
@@ -337,6 +368,63 @@ def test_unusual_flags_come_first_if_something_is_wrong(tmp_path, monkeypatch):
     ]
 
 
+def test_on_other_data_flags_come_last(tmp_path, monkeypatch):
+    """Names of data, models, rewards and judges are no causes."""
+    usual = {"learning_rate": 1e-4, "dataset_name": "a", "reward_fn": None, "judge_fn": "f"}
+    write_bands(tmp_path, monkeypatch, usual, {"x": (0.0, 0.0, 0.0)})
+    own = {"learning_rate": 1e-3, "dataset_name": "b", "reward_fn": ["own.py:f"], "judge_fn": "g"}
+    failed = report.read_run(write_run(tmp_path / "failed", own, objective__scores=lambda x: -x))
+    score, flags = report.find_problems(failed)
+    assert score.title == "The score falls"
+    assert flags.entry == "flags" and flags.causes == ["--learning-rate is 0.001, healthy runs: 0.0001"]
+    names_only = own | {"learning_rate": 1e-4}
+    assert titles(write_run(tmp_path / "names", names_only, objective__scores=lambda x: -x)) == [
+        "The score falls"
+    ]
+
+
+RECIPE = {"learning_rate": 0.1, "dataset_name": "data/reviews", "judge_fn": "gold.py:f"}
+
+
+@pytest.mark.parametrize(
+    "args, missing, reasons",
+    [
+        ({}, "", []),
+        ({"judge_fn": "own.py:f"}, "", []),
+        ({"dataset_name": "own"}, "", ["healthy runs (their flags differ: --dataset-name)"]),
+        ({"recipe": "custom"}, "", ["healthy runs (there are none of this recipe)"]),
+        ({}, "world_size", ["healthy runs (they have one process)"]),
+        ({}, "tokens.jsonl", ["the numbers per token (none are saved)"]),
+        ({"missing_eos_penalty": None}, "", []),
+        ({"missing_eos_penalty": 1.0}, "", ["the rewards (what was paid is not saved)"]),
+        ({"whiten_rewards": True}, "", ["the rewards (they are whitened)"]),
+        ({}, "evaluation_samples.jsonl", ["the held-out prompts (no evaluation yet)"]),
+        ({"judge_fn": None}, "", ["whether a judge agrees (there is none)"]),
+    ],
+)
+def test_what_was_not_checked_is_said(tmp_path, monkeypatch, args, missing, reasons):
+    """Never that nothing looks wrong, if something was not looked at."""
+    write_bands(tmp_path, monkeypatch, RECIPE, {"x": (0.0, 0.0, 0.0)})
+    folder = write_run(tmp_path / "run", RECIPE | args)
+    write_evaluation(folder, [{"prompt": "p", "before": "", "score": 0.0, "after": "", "score after": 1.0}])
+    write_lines(
+        folder / "tokens.jsonl", [{"update": 2, "prompt": "p", "score": 1.0, "ids": [5], "reward": [1.0]}]
+    )
+    if missing == "world_size":
+        about = json.loads((folder / "args.json").read_text())
+        (folder / "args.json").write_text(json.dumps(about | {"world_size": 2}))
+    elif missing:
+        (folder / missing).unlink()
+    run = report.read_run(folder)
+    line = report.skipped_checks(run)
+    assert (line == "") == (reasons == []) and line.count("(") == len(reasons)
+    assert all(reason in line for reason in reasons)
+    assert report.find_problems(run) == []
+    page, screen = report.page([run]), report.describe_findings(run)
+    assert ("Nothing looks wrong" in page) == ("nothing looks wrong" in screen) == (reasons == [])
+    assert line in page and line in screen
+
+
 def test_all_metrics_with_causes_are_logged():
     """A misspelled metric would never be looked at."""
     bands = json.loads((ROOT / "reference_bands.json").read_text()).values()
@@ -345,6 +433,44 @@ def test_all_metrics_with_causes_are_logged():
 
 
 # ---- Tokens ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ppo_sentiment", "ppo_dialog", "rloo_tldr"])
+def test_rewards_are_checked_against_what_was_paid(scripts, small, bang_lm, name):
+    """After the clip and the penalty for a missing EOS, which some responses pay; not the raw score."""
+    flags = dict(model_name_or_path=bang_lm(), missing_eos_penalty=3.0, score_clip=0.5, total_episodes=48)
+    flags |= dict(temperature=1.0, learning_rate=1e-4)
+    if name == "rloo_tldr":
+        flags |= dict(rloo_k=4)
+    _, folder = scripts[name].train(small(name, num_sample_generations=6, **flags))
+    rows = rows_of(folder, "tokens.jsonl")
+    penalties = {round(max(-0.5, min(0.5, row["score"])) - row["score paid"], 3) for row in rows}
+    assert penalties == {0.0, 3.0} and {row["update"] for row in rows} == {1, 2, 3, 4, 5, 6}
+
+    def findings():
+        found = [finding.entry for finding in report.find_problems(report.read_run(folder))]
+        return [entry for entry in found if entry in ("token-rewards", "group-advantages")]
+
+    assert findings() == []
+    # If something else was paid than the file says:
+    write_lines(folder / "tokens.jsonl", [row | {"score paid": i % 3} for i, row in enumerate(rows)])
+    assert len(findings()) == 1
+    # An earlier version saved only the raw score.
+    for row in rows:
+        del row["score paid"]
+    write_lines(folder / "tokens.jsonl", rows)
+    assert findings() == []
+    assert "the rewards (what was paid is not saved)" in report.skipped_checks(report.read_run(folder))
+
+
+def test_a_reward_of_0_in_the_first_update_is_no_mask(tmp_path):
+    """There the KL is 0 too. Later, a token whose numbers are all 0 is masked out."""
+    zeros = {"kl": [0.0], "return": [0.0], "advantage": [0.0], "prompt": "p", "score": 0.0}
+    folder = write_run(tmp_path / "run")
+    write_lines(folder / "tokens.jsonl", [{"update": 1} | zeros] * 4)
+    assert titles(folder) == []
+    write_lines(folder / "tokens.jsonl", [{"update": update} | zeros for update in (1, 1, 2, 2)])
+    assert titles(folder) == ["Tokens of the responses are masked out"]
 
 
 def test_tokens_are_decoded_by_the_runs_tokenizer(tmp_path):

@@ -314,6 +314,7 @@ def replay(run):
         shift, scale = mean(every), pstdev(every)
         advantages = [torch.tensor([(a - shift) / scale for a in row]) for row in advantages]
         columns = dict(logprob=old, entropy=old_entropies, kl=kl, value=old_values, reward=rewards)
+        columns["score paid"] = scores
         samples.append(columns | {"return": returns, "advantage": advantages})
 
         seen = collections.defaultdict(list)
@@ -627,11 +628,11 @@ def test_the_table_of_dialogs(dialogs_run):
 
 
 def test_samples_of_a_run(run):
-    """tokens.jsonl: the first four responses of updates 2 and 4, with all numbers of their tokens."""
+    """tokens.jsonl: the first four responses of updates 1, 2 and 4, with all numbers of their tokens."""
     samples = rows_of(run.folder, "tokens.jsonl")
-    assert [row["update"] for row in samples] == [2] * 4 + [4] * 4
+    assert [row["update"] for row in samples] == [1] * 4 + [2] * 4 + [4] * 4
     text = "answer" if run.script.__name__ == "ppo_dialog" else "response"
-    for rows, update in ((samples[:4], 1), (samples[4:], 3)):
+    for rows, update in ((samples[:4], 0), (samples[4:8], 1), (samples[8:], 3)):
         rollout = run.updates[update]
         for i, row in enumerate(rows):
             assert row[text] == rollout.responses[i]
