@@ -388,8 +388,8 @@ def train(args):
                             new_logprobs, old_logprobs, token_advantages, args.cliprange
                         )
                         token_loss = policy_loss
-                        # k3 as in the GRPO paper: its gradient is that of KL(reference || policy). (TRL 1.16
-                        # by default multiplies it by the ratio, and then it is that of KL(policy || reference).)
+                        # k3, as in the GRPO paper. Its gradient is that of KL(reference || policy). (TRL 1.16
+                        # multiplies k3 by the ratio, which makes it that of KL(policy || reference).)
                         if has_kl:
                             token_kl = kl_per_token(new_logprobs, b["ref_logprobs"][rows, :t], "k3")
                             token_loss = policy_loss + args.kl_coef * token_kl
