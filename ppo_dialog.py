@@ -343,8 +343,8 @@ def train(args):
         if args.whiten_rewards:
             rewards = masked_whiten(rewards, valid, shift_mean=False)
 
-        # 4. Advantages, always whitened: minus their mean (so a constant baseline changes nothing), and
-        #    divided by their standard deviation.
+        # 4. Advantages, always whitened: subtract their mean (so adding a constant to all of them changes
+        #    nothing), and divide by their standard deviation.
         advantages, returns = gae(rewards, b["values"], valid, args.gamma, args.lam)  # [B, T] each
         advantages = masked_whiten(advantages, valid)
 

@@ -146,7 +146,7 @@ def test_the_command_of_the_recipe_has_its_flags_and_its_memory():
 
 
 def test_the_rule_of_thumb_is_what_fits_80_gb():
-    """1.5B without flags; 3B with checkpointing, with an 8-bit reference or without one; 7B only with LoRA."""
+    """1.5B without flags; 3B with checkpointing, with an 8-bit reference or none; 7B only with LoRA."""
     assert scale.fits(scale.table_case("1.5B")) and not scale.fits(scale.table_case("3B"))
     assert not scale.fits(scale.table_case("3B", **scale.SMALL))
     assert scale.fits(scale.table_case("3B", **scale.SMALL, load_in_8bit=True))
