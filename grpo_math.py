@@ -389,7 +389,8 @@ def train(args):
                             new_logprobs, old_logprobs, token_advantages, args.cliprange
                         )
                         token_loss = policy_loss
-                        # k3 as in the GRPO paper and TRL: its gradient is that of KL(reference || policy).
+                        # k3, as in the GRPO paper. Its gradient is that of KL(reference || policy). (TRL 1.16
+                        # multiplies k3 by the ratio, which makes it that of KL(policy || reference).)
                         if has_kl:
                             token_kl = kl_per_token(new_logprobs, b["ref_logprobs"][rows, :t], "k3")
                             token_loss = policy_loss + args.kl_coef * token_kl
@@ -985,7 +986,7 @@ def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
     """PPO's clipped objective, negated (Schulman et al. 2017, eq. 7). Any shape -> same shape, unreduced"""
     assert logprobs.shape == old_logprobs.shape == advantages.shape  # [n] and [n, 1] would give [n, n]
     log_ratio = logprobs - old_logprobs
-    ratio = torch.exp(log_ratio.clamp(max=40))  # exp must stay finite: 0 times inf is nan
+    ratio = torch.exp(log_ratio.clamp(max=40))  # inf times an advantage or gradient of 0 is nan
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
     return torch.max(unclipped, clipped)

@@ -344,8 +344,8 @@ def train(args):
         if args.whiten_rewards:
             rewards = masked_whiten(rewards, valid, shift_mean=False)
 
-        # 4. Advantages, always whitened: minus their mean (so a constant baseline changes nothing), and
-        #    divided by their standard deviation.
+        # 4. Advantages, always whitened: subtract their mean (so adding a constant to all of them changes
+        #    nothing), and divide by their standard deviation.
         advantages, returns = gae(rewards, b["values"], valid, args.gamma, args.lam)  # [B, T] each
         advantages = masked_whiten(advantages, valid)
 
@@ -1149,7 +1149,7 @@ def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
     """PPO's clipped objective, negated (Schulman et al. 2017, eq. 7). Any shape -> same shape, unreduced"""
     assert logprobs.shape == old_logprobs.shape == advantages.shape  # [n] and [n, 1] would give [n, n]
     log_ratio = logprobs - old_logprobs
-    ratio = torch.exp(log_ratio.clamp(max=40))  # exp must stay finite: 0 times inf is nan
+    ratio = torch.exp(log_ratio.clamp(max=40))  # inf times an advantage or gradient of 0 is nan
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
     return torch.max(unclipped, clipped)

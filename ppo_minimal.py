@@ -9,8 +9,9 @@ policy from collapsing. Some names are those of TRL, Hugging Face's library for 
     python ppo_minimal.py                 # minutes on a CPU; models and data are in this repository
     python ppo_minimal.py --kl-target 8   # every field of Args is a flag
 
-This is the default configuration of ppo_sentiment.py, with its names, steps and random numbers: both sample
-the same responses (tests/runs/test_ppo_minimal.py). Read that one next. What it adds, and why one needs it:
+This is the default configuration of ppo_sentiment.py, with its names, steps and random numbers. So both
+sample the same responses, until rounding turns one token into another (tests/runs/test_ppo_minimal.py). Read
+that one next. What it adds, and why one needs it:
 
 - checks: some models handle padding or the cache differently, and would silently train on wrong numbers
 - a run folder with curves and samples for report.py, and checkpoints: a killed run goes on, bit for bit
@@ -87,7 +88,7 @@ def train(args):
     # eval() switches dropout off, also for the update: otherwise the ratio would not start at 1.
     model = PolicyAndValue(AutoModelForCausalLM.from_pretrained(args.model_name_or_path)).eval()
     ref_model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path).eval()
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.learning_rate)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True)
     # Row i has the first C tokens of the review for episode i: its prompt is the beginning of that.
     train_reviews = load_reviews("train", updates * B, tokenizer, args)  # [updates * B, C]
     held_out_reviews = load_reviews("test", args.num_eval_prompts, tokenizer, args)  # [num_eval_prompts, C]
@@ -399,7 +400,7 @@ def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
     """PPO's clipped objective, negated (Schulman et al. 2017, eq. 7). Any shape -> same shape, unreduced"""
     assert logprobs.shape == old_logprobs.shape == advantages.shape  # [n] and [n, 1] would give [n, n]
     log_ratio = logprobs - old_logprobs
-    ratio = torch.exp(log_ratio.clamp(max=40))  # exp must stay finite: 0 times inf is nan
+    ratio = torch.exp(log_ratio.clamp(max=40))  # inf times an advantage or gradient of 0 is nan
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
     return torch.max(unclipped, clipped)

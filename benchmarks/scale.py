@@ -83,6 +83,8 @@ class Model:
 MODELS = {
     "gpt2": Model("gpt2", 12, 768, 12, 12, 3072, 50257, 1024),
     "qwen2.5-0.5b": Model("qwen2", 24, 896, 14, 2, 4864, 151936),
+    "qwen2.5-1.5b": Model("qwen2", 28, 1536, 12, 2, 8960, 151936),
+    "qwen2.5-3b": Model("qwen2", 36, 2048, 16, 2, 11008, 151936),
     "pythia-1b": Model("gpt_neox", 16, 2048, 8, 8, 8192, 50304),
     "llama-7b": Model("llama", 32, 4096, 32, 32, 11008, 32000),  # Llama 2
     "llama-70b": Model("llama", 80, 8192, 64, 8, 28672, 128256),  # Llama 3
@@ -422,7 +424,14 @@ SMALL = dict(gradient_checkpointing=True, local_rollout_forward_batch_size=16)
 LORA = SMALL | dict(lora_r=16)
 EIGHT_BIT = dict(load_in_8bit=True)
 SETTINGS = [{}, SMALL, SMALL | EIGHT_BIT, LORA, LORA | EIGHT_BIT]
-SIZES = {"124M": "gpt2", "1B": "pythia-1b", "7B": "llama-7b", "70B": "llama-70b"}
+SIZES = {
+    "124M": "gpt2",
+    "1B": "pythia-1b",
+    "1.5B": "qwen2.5-1.5b",
+    "3B": "qwen2.5-3b",
+    "7B": "llama-7b",
+    "70B": "llama-70b",
+}
 
 
 def flags_text(changes):

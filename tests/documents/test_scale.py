@@ -1,6 +1,7 @@
 """docs/scale.md and benchmarks/scale.py: parameters, peaks of measured runs, and the tables of the page."""
 
 import contextlib
+import dataclasses
 import importlib.util
 import io
 import json
@@ -12,6 +13,7 @@ import torch
 import transformers
 from conftest import ROOT
 
+import grpo_math as grpo
 import rloo_tldr as rloo
 
 SPEC = importlib.util.spec_from_file_location("scale", ROOT / "benchmarks/scale.py")
@@ -46,6 +48,8 @@ def config_of(model):
 KNOWN = {
     "gpt2": 124_439_808,
     "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
     "pythia-1b": 1_011_781_632,
     "llama-7b": 6_738_415_616,
     "llama-70b": 70_553_706_496,
@@ -127,5 +131,25 @@ COMMANDS = re.findall(r"^    python benchmarks/scale\.py(.*?)(?:\s+#.*)?$", PAGE
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_commands_of_the_page_run(command):
-    assert len(COMMANDS) == 3
+    assert len(COMMANDS) == 4
     assert "GB" in printed(command.split())
+
+
+def test_the_command_of_the_recipe_has_its_flags_and_its_memory():
+    case, recipe = scale.parse_case(COMMANDS[-1].split()), grpo.RECIPES["gsm8k-qwen-1.5b"]
+    names = {"responses_per_prompt": "num_generations", "prompt_length": "max_prompt_length"}
+    for field in dataclasses.fields(case):
+        name = names.get(field.name, field.name)
+        if name in vars(recipe) and name != "dtype":
+            assert getattr(case, field.name) == getattr(recipe, name), name
+    assert f"it needs {scale.peak(case) / scale.GB:.0f} GB" in PAGE
+
+
+def test_the_rule_of_thumb_is_what_fits_80_gb():
+    """1.5B without flags; 3B with checkpointing, with an 8-bit reference or none; 7B only with LoRA."""
+    assert scale.fits(scale.table_case("1.5B")) and not scale.fits(scale.table_case("3B"))
+    assert not scale.fits(scale.table_case("3B", **scale.SMALL))
+    assert scale.fits(scale.table_case("3B", **scale.SMALL, load_in_8bit=True))
+    assert scale.fits(scale.table_case("3B", **scale.SMALL, algorithm="grpo", kl_coef=0))
+    assert not scale.fits(scale.table_case("7B", **scale.SMALL, algorithm="grpo", kl_coef=0))
+    assert scale.fits(scale.table_case("7B", **scale.LORA))

@@ -21,7 +21,7 @@ from conftest import ROOT
 from diff_blocks import apply_block, blocks
 from math_tools import close, normal, trl_1_16
 from run_fixtures import handlers_kept
-from run_tools import eos_prone, maker, spy
+from run_tools import eos_prone, maker, rows_of, spy
 
 import grpo_math as grpo
 
@@ -67,14 +67,15 @@ def update(world, tiny_lm, tmp_path_factory):
     """update(block="", **changes) -> one update of a variant with two epochs and learning rate 0, recorded.
 
     Scores, old log-probabilities and those of the reference are replaced, so that ratios are not 1, and so
-    that some are clipped. loss: what all backward passes of an epoch add up to.
+    that some are clipped. A token of the best response gets more likely by `jump` nats. loss: what all
+    backward passes of an epoch add up to.
     """
     lm = eos_prone(tiny_lm, tmp_path_factory.mktemp("lm"))
 
     @functools.cache
-    def run(block="", scores=SCORES, **changes):
+    def run(block="", scores=SCORES, jump=0.0, **changes):
         with handlers_kept(), pytest.MonkeyPatch.context() as patch:
-            return recorded_update(patch, variant(block), scores, changes)
+            return recorded_update(patch, variant(block), scores, jump, changes)
 
     def variant(block):
         """A copy of the script with the lines of a block changed."""
@@ -82,11 +83,11 @@ def update(world, tiny_lm, tmp_path_factory):
         module.__file__ = grpo.__file__
         source = apply_block((ROOT / "grpo_math.py").read_text(), block)
         assert source.count("assert gap < 0.02,") == 1  # the first ratios; here they are not 1
-        source = source.replace("assert gap < 0.02,", "assert gap < 1,")
+        source = source.replace("assert gap < 0.02,", "assert gap < math.inf,")
         exec(compile(source, "variant", "exec"), module.__dict__)
         return module
 
-    def recorded_update(patch, module, scores, changes):
+    def recorded_update(patch, module, scores, jump, changes):
         flags = dict(
             model_name_or_path=lm,
             total_episodes=K * P,
@@ -113,6 +114,7 @@ def update(world, tiny_lm, tmp_path_factory):
             for seed, name in enumerate(("logprobs", "ref_logprobs", "sampling_logprobs"), 3):
                 if name in b:
                     b[name] = torch.where(valid, b[name] + 0.3 * normal(K * P, T, seed=seed), 0.0)
+            b["logprobs"][SCORES.index(max(SCORES)), 0] -= jump
             rollouts.append(b)
             return b, responses
 
@@ -129,12 +131,14 @@ def update(world, tiny_lm, tmp_path_factory):
         patch.setattr(accelerate.Accelerator, "clip_grad_norm_", recorded_clip)
         patch.setattr(accelerate.Accelerator, "backward", recorded_backward)
         advantages = spy(patch, module, "grpo_advantages")
-        model, _ = module.train(args)
+        model, folder = module.train(args)
         [b] = rollouts
         with torch.no_grad():
             new, entropies = model(b["ids"], b["mask"], T, args.temperature)
         assert len(losses) == 6
-        assert sum(losses[:3]) == pytest.approx(sum(losses[3:]), abs=1e-5)  # the epochs have other orders
+        assert sum(losses[:3]) == pytest.approx(
+            sum(losses[3:]), rel=1e-6, abs=1e-5
+        )  # the epochs have other orders
         return SimpleNamespace(
             b=b,
             model=model,
@@ -146,6 +150,7 @@ def update(world, tiny_lm, tmp_path_factory):
             advantages=advantages[0][1] if advantages else None,
             loss=sum(losses[:3]),
             gradient=gradients[0],
+            metrics=rows_of(folder)[0],
         )
 
     return run
@@ -179,20 +184,21 @@ def test_the_loss_is_a_mean_over_tokens(update):
 
 
 def of_group(scale):
-    return lambda: naive.grpo_advantages(SCORES, K, scale)
+    return lambda lengths: naive.grpo_advantages(SCORES, K, scale)
 
 
-def of_batch():
-    """Hu 2025: minus the mean of all rewards, divided by their deviation."""
-    mean = sum(SCORES) / len(SCORES)
-    deviation = math.sqrt(sum((x - mean) ** 2 for x in SCORES) / (len(SCORES) - 1))
-    return [(x - mean) / (deviation + 1e-8) for x in SCORES]
+def of_batch(lengths):
+    """Hu 2025: minus the mean, divided by the deviation. Every token of a response has its reward."""
+    rewards = [score for score, length in zip(SCORES, lengths) for _ in range(length)]
+    mean = sum(rewards) / len(rewards)
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in rewards) / len(rewards))
+    return [(score - mean) / deviation for score in SCORES]
 
 
-CASES = {  # title of a block -> advantages, other inputs of naive.grpo_loss
+CASES = {  # title of a block -> advantages (lengths -> list), other inputs of naive.grpo_loss
     "Dr. GRPO": (of_group("none"), dict(mean=K * P * T)),
     "Mean per response": (of_group("group"), dict(mean="response")),
-    "RLOO's baseline": (lambda: naive.rloo_advantages(SCORES, K), dict(mean="token")),
+    "RLOO's baseline": (lambda lengths: naive.rloo_advantages(SCORES, K), dict(mean="token")),
     "REINFORCE++": (of_batch, dict(mean="token")),
     "Clip-higher": (of_group("group"), dict(mean="token", high=0.28)),
     "Unbiased KL": (of_group("group"), dict(mean="token", unbiased_kl=True)),
@@ -205,7 +211,7 @@ CASES = {  # title of a block -> advantages, other inputs of naive.grpo_loss
 def test_a_variant_has_the_loss_of_its_paper(update, title):
     advantages, inputs = CASES[title]
     run = update(BLOCKS[title])
-    expected = naive.grpo_loss(by_token(run), advantages(), kl_coef=0.1, **inputs)
+    expected = naive.grpo_loss(by_token(run), advantages(run.lengths), kl_coef=0.1, **inputs)
     assert run.loss == pytest.approx(expected, abs=1e-5)
     assert abs(run.loss - update().loss) > 1e-4
 
@@ -219,16 +225,30 @@ def test_entropy_bonus(update):
 @pytest.mark.parametrize("title", ["Dynamic sampling, without a refill", "Overlong filtering"])
 def test_responses_that_are_left_out(update, title):
     """Groups with equal rewards, or responses that did not end: no loss, and their tokens are not counted."""
-    scores = (1.0,) * K + SCORES[K:]
-    run = update(BLOCKS[title], kl_coef=0.0, scores=scores)
+    scores = (1.2,) * K + SCORES[K:]
+    run = update(BLOCKS[title], kl_coef=0.1, scores=scores)
     if title == "Overlong filtering":
         kept = run.b["stopped"].tolist()
     else:
         kept = [len(set(scores[i - i % K :][:K])) > 1 for i in range(P * K)]
-    advantages = [a * is_kept for a, is_kept in zip(naive.grpo_advantages(scores, K), kept)]
-    counted = sum(n for n, is_kept in zip(run.lengths, kept) if is_kept)
-    assert 0 < counted < sum(run.lengths)
-    assert run.loss == pytest.approx(naive.grpo_loss(by_token(run), advantages, mean=counted), abs=1e-5)
+    rows = [row for row, is_kept in zip(by_token(run), kept) if is_kept]
+    advantages = [x for x, is_kept in zip(naive.grpo_advantages(scores, K), kept) if is_kept]
+    assert 0 < len(rows) < P * K
+    assert run.loss == pytest.approx(naive.grpo_loss(rows, advantages, "token", kl_coef=0.1), abs=1e-5)
+
+
+@pytest.mark.parametrize("title", ["", *BLOCKS])
+def test_a_ratio_of_e_100_has_a_finite_gradient(update, title):
+    """Infinite, it would be nan in the backward pass of the clip."""
+    run = update(BLOCKS[title] if title else "", kl_coef=1e-6, jump=100.0)
+    assert run.gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("title", ["", *BLOCKS])
+def test_clipfrac_is_0_if_nothing_is_clipped(update, title):
+    run = update(BLOCKS[title] if title else "", kl_coef=1.0, cliprange=10.0)
+    is_clipped = title == "Clip-higher"  # its second bound stays 1.28
+    assert (run.metrics["policy/clipfrac_avg"] > 0) == is_clipped
 
 
 def test_truncated_importance_sampling(update):
@@ -322,6 +342,6 @@ def test_losses_and_gradients_are_trls(update, title):
     run = update(BLOCKS[title] if title else "")
     advantages, _ = CASES[title] if title else (of_group("group"), {})
     settings = dict(loss_type=loss_type, epsilon_high=0.2, importance_sampling_level="token") | others
-    loss, gradient = trls_loss(run, torch.tensor(advantages()), **settings)
+    loss, gradient = trls_loss(run, torch.tensor(advantages(run.lengths)), **settings)
     assert run.loss == pytest.approx(loss, abs=1e-5)
     assert (run.gradient - gradient).norm() < 1e-5 * gradient.norm()
