@@ -115,7 +115,7 @@ def test_every_flag_in_the_docs_exists(scripts, name):
     known |= {"output", "diagnose"}  # report.py
     # Flags of the programs in benchmarks/.
     known |= {"peers", "other", "rounds", "batches", "show", "trl", "jobs", "seeds", "rows"}
-    known |= {"algorithm", "gpus", "gpu_memory", "sharding", "reward_model"}
+    known |= {"algorithm", "gpus", "gpu_memory", "sharding", "reward_model", "responses_per_prompt"}
     known |= {"num_examples"}  # TRL's name of --num-eval-prompts
     for script in scripts.values():
         for field in script.Args.__dataclass_fields__.values():
@@ -492,6 +492,12 @@ def test_the_functions_that_a_description_names_exist(scripts, name):
     known |= {"compute_rewards", "reward_offset", "model_max_length", "generation_config.json"}  # of others
     known |= {"frac_reward_zero_std"}  # a metric
     assert named and not named - known
+
+
+def test_the_names_in_the_section_on_larger_changes_are_those_of_the_script():
+    source = (ROOT / "grpo_math.py").read_text() + "advantages[rows, :t] advantages[:k]"  # after the change
+    named = re.findall(r"`([^`]+)`", section("grpo_math", "## Larger changes"))
+    assert len(named) > 15 and not [name for name in named if name not in source]
 
 
 # ---- Links and names ---------------------------------------------------------------------------------------
