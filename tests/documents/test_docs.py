@@ -585,6 +585,26 @@ def test_the_readme_lists_the_recipes(scripts, name):
     assert listed[0] == "tiny" and sorted(listed) == sorted(scripts[name].RECIPES)
 
 
+def test_numbers_that_follow_from_the_code(scripts):
+    """Optimizer steps of the defaults, tokens that the classifier reads, tokens per round, traps."""
+    pages = {name: " ".join(page.split()) for name, page in {**DOCS, "README": README}.items()}
+    for name in ("ppo_sentiment", "ppo_dialog", "rloo_tldr", "grpo_math"):
+        args = scripts[name].RECIPES["tiny"]
+        episodes, minibatch = args.total_episodes, args.per_device_train_batch_size
+        steps = episodes // (minibatch * args.gradient_accumulation_steps) * args.num_ppo_epochs
+        assert f"{episodes:,} episodes, {steps:,} optimizer steps" in pages[name]
+    args = scripts["ppo_sentiment"].RECIPES["tiny"]
+    shortest = args.query_min_length + args.response_min_length
+    longest = args.query_max_length + args.response_length
+    assert f"texts of {shortest} to {longest} tokens" in pages["reward_model"]
+    for name in ("rloo_tldr", "grpo_math"):
+        assert f"rounds of {scripts[name].TOKENS_PER_ROUND} tokens" in pages["running"]
+        assert f"each round of {scripts[name].TOKENS_PER_ROUND} tokens" in pages["implementation_details"]
+    for name in ("README", "index", "implementation_details"):
+        assert f"{len(TRAPS)} traps" in pages[name]
+    assert sum("- Tests: none" in text for text in TRAPS.values()) == 2  # as the README says
+
+
 def test_the_flags_that_may_change_are_those_of_the_page(scripts):
     """All but --resume itself and the judge, which the page names in words."""
     text = DOCS["running"].split("\n## Resuming")[1].split("With one process or DDP")[0]
