@@ -4,9 +4,11 @@ those of results/, links lead somewhere."""
 import ast
 import contextlib
 import functools
+import gzip
 import importlib.util
 import io
 import json
+import math
 import re
 import shlex
 import shutil
@@ -15,6 +17,7 @@ import sys
 import textwrap
 import tokenize
 from pathlib import Path
+from statistics import fmean, pstdev
 
 import pytest
 import torch
@@ -23,6 +26,7 @@ from conftest import ROOT, SCRIPTS
 from device_check import pretended_gpu
 from diff_blocks import apply_block
 from run_tools import reward_file, rows_of
+from safetensors.torch import load_file
 
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import report  # noqa: E402
@@ -120,7 +124,7 @@ def test_every_flag_in_the_docs_exists(scripts, name):
     known |= {"output", "diagnose"}  # report.py
     # Flags of the programs in benchmarks/.
     known |= {"peers", "other", "rounds", "batches", "show", "trl", "jobs", "seeds", "rows"}
-    known |= {"algorithm", "gpus", "gpu_memory", "sharding", "reward_model"}
+    known |= {"algorithm", "gpus", "gpu_memory", "sharding", "reward_model", "responses_per_prompt"}
     known |= {"num_examples"}  # TRL's name of --num-eval-prompts
     for script in scripts.values():
         for field in script.Args.__dataclass_fields__.values():
@@ -450,6 +454,176 @@ def test_the_gain_on_gsm8k_is_in_the_pages():
     assert f"In {args['total_episodes'] // 256} updates of 256 responses" in page
 
 
+def evaluations(folder):
+    """evaluation.json of a folder of results/, before and after training."""
+    evaluation = result(f"{folder}/evaluation.json")
+    return evaluation["before"], evaluation["after"]
+
+
+def sentences_with_numbers():
+    """-> pairs: name of a page, what it should say, with numbers from results/, data/ and checkpoints/"""
+    imdb, words, dialogs = "smollm2-imdb", "smollm2-word-problems", "smollm2-dailydialog"
+    program = load_program("benchmarks/real_results.py")
+
+    minutes = sum(
+        sum(row["perf/seconds"] for row in json_lines(f"{imdb}/{part}/metrics.jsonl.gz")) / 60
+        for part in ("sft", "reward", "seed1")
+    )
+    yield "README", f"three scripts, {minutes:.0f} minutes of updates"
+    peaks = [max(row["perf/peak_memory_mb"] for row in json_lines(f"{x}/metrics.jsonl.gz")) for x in DEFAULTS]
+    yield "README", f"two CPU cores and {math.ceil(max(peaks) * 2**20 / 5e8) / 2:g} GB of memory"
+    rows = (ROOT / "data/reviews/train.jsonl").read_text().splitlines()
+    weights = load_file(ROOT / "checkpoints/reviews-lm/model.safetensors").values()
+    millions = sum(x.numel() for x in weights) / 1e6
+    yield (
+        "README",
+        f"a GPT-2 with {millions:.2f} million parameters that learned to write from {len(rows):,} reviews",
+    )
+    gpu = {(row["size"], row["flags"]): f"{row['peak_mb'] / 1024:.1f}" for row in gpu_memory()}
+    both = "--lora-r 16 --gradient-checkpointing"
+    yield "README", f"RLOO with GPT-2 ({gpu['gpt2-124m', '']} GiB)"
+    yield "README", f"the shape of pythia-410m ({gpu['pythia-410m', '']} GiB)"
+    yield "README", f"pythia-1b with LoRA and gradient checkpointing ({gpu['pythia-1b', both]} GiB)"
+    yield "README", f"with gradient checkpointing ({gpu['pythia-1b', '--gradient-checkpointing']} GiB)"
+
+    updates = json_lines("qwen-gsm8k/seed1/metrics.jsonl.gz")
+    seconds, rollout = (fmean(row[f"perf/{x}"] for row in updates) for x in ("seconds", "rollout_seconds"))
+    gib = max(row["perf/peak_memory_mb"] for row in updates) / 1024
+    yield "real_models", f"an update takes {seconds:.1f} seconds, of which {rollout:.1f} are generation"
+    yield "real_models", f"The peak memory is {gib:.0f} GiB"
+    yield "README", f"({gib:.0f} GiB), 5 minutes of updates"
+    reward, judge = (result(f"{imdb}/{part}/evaluation.json")["accuracy"] for part in ("reward", "judge"))
+    yield "real_models", f"the classifier that rewards it (accuracy {reward:.3f})"
+    yield "real_models", f"is the judge (accuracy {judge:.3f})"
+    acts = result(f"{dialogs}/intent/evaluation.json")["accuracy"]
+    yield "real_models", f"a classifier of dialog acts (accuracy {acts:.3f})"
+    false, several = program.equations(ROOT / f"results/{words}/seed1").splitlines()[2:]
+    before, after = (100 * float(x) for x in re.findall(r"0\.\d+", several))
+    yield "real_models", f"two or more operators fall from {before:.0f} to {after:.0f} %"
+    before, after = (100 * float(x) for x in re.findall(r"0\.\d+", false))
+    yield "real_models", f"{before:.0f} % of its equations are false before, {after:.0f} % after"
+    runs = [evaluations(f"{dialogs}/{run}") for run in ("lr-3e-4", "lr-3e-4-seed5")]
+    gains = [100 * (after["meteor"] / before["meteor"] - 1) for before, after in runs]
+    yield "real_models", f"with which METEOR rose by {gains[0]:.0f} and {gains[1]:.0f} %"
+    for name, sentence in (
+        ("tldr", "right on {:.0f} and {:.0f} % of {} held-out pairs"),
+        ("hh", "right on {:.0f} % of {n} held-out pairs, the judge on {:.0f} %"),
+    ):
+        rows = [result(f"smollm2-{name}/{part}/evaluation.json") for part in ("reward", "judge")]
+        shares = [100 * row["accuracy"] for row in rows]
+        yield "real_models", sentence.format(*shares, rows[0]["n"], n=rows[0]["n"])
+
+    before, after = evaluations("grpo-math-hacked/format-alone/seed1")
+    change = f"from {before['held-out: pass@1']:.3f} to {after['held-out: pass@1']:.3f}"
+    yield "grpo_math", f"pass@1 falls {change} (`results/grpo-math-hacked/format-alone`)"
+    sharp, _ = evaluations("ppo-dialog-sharp")
+    yield (
+        "ppo_dialog",
+        f"METEOR {sharp['meteor']:.3f} and intent {sharp['intent']:.3f} on the prompts of seed 1",
+    )
+    yield "ppo_dialog", f"({sharp['distinct2']:.3f}; `results/ppo-dialog-sharp`)"
+    weak, good = (
+        result(f"{x}.json")["accuracy"] for x in ("rloo-weak-reward/reward", "tldr-reward/evaluation")
+    )
+    yield (
+        "rloo_tldr",
+        f"({100 * weak:.1f} % of held-out pairs in the right order instead of {100 * good:.1f} %;",
+    )
+    gains, perfect = [], []
+    for seed in (1, 2, 3):
+        rows = json_lines(f"dpo-tldr-tiny/seed{seed}/evaluation_samples.jsonl.gz")
+        differences = [row["score after"] - row["score"] for row in rows]
+        width = 1.96 * pstdev(differences) / len(rows) ** 0.5
+        gains.append(f"{fmean(differences):.2f} +- {width:.2f}")
+        perfect.append(
+            "{} to {}".format(*(sum(row[x] == 3 for row in rows) for x in ("score", "score after")))
+        )
+    for texts in (gains, perfect):
+        yield "dpo_tldr", f"{texts[0]}, {texts[1]} and {texts[2]}"
+
+
+DEFAULTS = [  # runs of the scripts without flags
+    *("reviews-lm", "reviews-sentiment", "ppo-sentiment-default"),
+    *(f"{name}/seed1" for name in ("ppo-dialog-tiny", "rloo-tiny", "dpo-tldr-tiny", "grpo-math-tiny")),
+]
+
+
+def json_lines(path):
+    """Objects of a file of results/, compressed or not."""
+    path = ROOT / "results" / path
+    text = gzip.open(path, "rt").read() if path.exists() else path.with_suffix("").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def gpu_memory():
+    return result("gpu-memory.json")["rows"]
+
+
+def test_numbers_in_sentences_are_those_of_the_files():
+    pages = {name: " ".join(page.split()) for name, page in {**DOCS, "README": README}.items()}
+    pairs = list(sentences_with_numbers())
+    assert len(pairs) > 20
+    assert not [pair for pair in pairs if pair[1] not in pages[pair[0]]]
+
+
+def test_the_table_of_memory_on_a_gpu_is_that_of_the_file():
+    sizes = {
+        "gpt2-124m": "GPT-2 (124M)",
+        "pythia-410m": "shape of pythia-410m",
+        "pythia-1b": "shape of pythia-1b",
+    }
+    for size, name in sizes.items():
+        peaks = [f"{row['peak_mb'] / 1024:.1f}" for row in gpu_memory() if row["size"] == size]
+        assert cells_of(DOCS["speed"], name) == peaks
+
+
+def test_the_table_of_prefixes_is_that_of_the_file():
+    good, other = (
+        result("prefixes.json")[x] for x in ("checkpoints/reviews-sentiment", "runs/without-prefixes/model")
+    )
+    page = DOCS["reward_model"].split("\n### Why the classifier")[1]
+    for row, other_row in zip(good, other):
+        if row["tokens"] != 24:
+            values = [x[name] for x in (row, other_row) for name in ("accuracy", "mean P(positive)")]
+            assert cells_of(page, row["tokens"]) == [f"{value:.3f}" for value in values]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_the_readme_lists_the_recipes(scripts, name):
+    """The default first."""
+    [row] = [line for line in README.splitlines() if line.startswith(f"| [`{name}.py`](")]
+    listed = re.findall(r"`([^`]+)`", row.split("|")[3])
+    assert listed[0] == "tiny" and sorted(listed) == sorted(scripts[name].RECIPES)
+
+
+def test_numbers_that_follow_from_the_code(scripts):
+    """Optimizer steps of the defaults, tokens that the classifier reads, tokens per round, traps."""
+    pages = {name: " ".join(page.split()) for name, page in {**DOCS, "README": README}.items()}
+    for name in ("ppo_sentiment", "ppo_dialog", "rloo_tldr", "grpo_math"):
+        args = scripts[name].RECIPES["tiny"]
+        episodes, minibatch = args.total_episodes, args.per_device_train_batch_size
+        steps = episodes // (minibatch * args.gradient_accumulation_steps) * args.num_ppo_epochs
+        assert f"{episodes:,} episodes, {steps:,} optimizer steps" in pages[name]
+    args = scripts["ppo_sentiment"].RECIPES["tiny"]
+    shortest = args.query_min_length + args.response_min_length
+    longest = args.query_max_length + args.response_length
+    assert f"texts of {shortest} to {longest} tokens" in pages["reward_model"]
+    for name in ("rloo_tldr", "grpo_math"):
+        assert f"rounds of {scripts[name].TOKENS_PER_ROUND} tokens" in pages["running"]
+        assert f"each round of {scripts[name].TOKENS_PER_ROUND} tokens" in pages["implementation_details"]
+    for name in ("README", "index", "implementation_details"):
+        assert f"{len(TRAPS)} traps" in pages[name]
+    assert sum("- Tests: none" in text for text in TRAPS.values()) == 2  # as the README says
+
+
+def test_the_flags_that_may_change_are_those_of_the_page(scripts):
+    """All but --resume itself and the judge, which the page names in words."""
+    text = DOCS["running"].split("\n## Resuming")[1].split("With one process or DDP")[0]
+    listed = {flag.replace("-", "_") for flag in re.findall(r"`--([a-z-]+)`", text)}
+    may_change = {flag for flag in scripts["rloo_tldr"].MAY_CHANGE if not flag.startswith("judge")}
+    assert listed == may_change - {"resume"}
+
+
 # ---- docs/implementation_details.md ------------------------------------------------------------------------
 
 TRAPS = {}  # number -> text
@@ -503,6 +677,12 @@ def test_the_functions_that_a_description_names_exist(scripts, name):
     known |= {"compute_rewards", "reward_offset", "model_max_length", "generation_config.json"}  # of others
     known |= {"frac_reward_zero_std"}  # a metric
     assert named and not named - known
+
+
+def test_the_names_in_the_section_on_larger_changes_are_those_of_the_script():
+    source = (ROOT / "grpo_math.py").read_text() + "advantages[rows, :t] advantages[:k]"  # after the change
+    named = re.findall(r"`([^`]+)`", section("grpo_math", "## Larger changes"))
+    assert len(named) > 15 and not [name for name in named if name not in source]
 
 
 # ---- Links and names ---------------------------------------------------------------------------------------

@@ -34,6 +34,16 @@ def test_an_entry_has_its_change_and_its_response(entry):
         assert any(" ".join(row["response"].split()).startswith(response) for row in found), response
 
 
+def test_the_kl_that_an_entry_names_is_that_of_the_last_update():
+    kls = {}
+    for entry in gallery.ENTRIES:
+        for number in re.findall(r"[Tt]he KL (?:goes to|is at) (\d+)", SECTIONS[entry.name]):
+            kls[entry.name] = float(number), gallery.run_of(entry).metrics[-1]["objective/kl"]
+    assert len(kls) == 4
+    for named, last in kls.values():
+        assert named == pytest.approx(last, rel=0.02)
+
+
 def test_every_finding_of_the_report_has_a_section():
     """report.py links to docs/debugging.md#ENTRY. A run that the section names has this finding."""
     entries = {entry for _, _, entry in report.CHECKS.values()} | {"flags"}
