@@ -270,7 +270,7 @@ def train(args):
 
     tokenizer = load_tokenizer(args.model_name_or_path)
     refuse_appended_eos(tokenizer, args.model_name_or_path)
-    reward_functions = load_functions(args.reward_fn)
+    reward_functions = load_functions(args.reward_fn)  # early, so that a typo shows before a model is loaded
     train_tasks, held_out, counts = load_all_tasks(args, tokenizer)
     policy, ref_model = load_policy(args, args.model_name_or_path, device), None
     has_kl = args.kl_coef != 0

@@ -662,8 +662,8 @@ rloo_tldr.train: all processes draw the same random numbers for reward functions
   + set_global_seed(args.seed, update)
 ppo_dialog.Run.start: resume without optimizer (trap 34)
   runs/test_resume.py::test_sigterm_then_resume[ppo_dialog]
-  - self.accelerator.load_state(checkpoints[-1].parent)
-  + load_trained([*self.accelerator._models], checkpoints[-1].parent)
+  - self.accelerator.load_state(checkpoints[-1])
+  + load_trained([*self.accelerator._models], checkpoints[-1])
 ppo_sentiment.train: resume without KL coefficient (trap 34)
   runs/test_resume.py::test_sigterm_then_resume[ppo_sentiment]
   - state.get("kl_coef", args.kl_coef)
@@ -708,10 +708,6 @@ ppo_sentiment.go_on_without_output: a closed pipe ends the run
   runs/test_resume.py::test_output_that_nobody_reads
   - suppress(OSError, ValueError)
   + suppress()
-ppo_sentiment.Run.write_args: two runs write into one folder
-  faults/test_public_reports.py::test_two_runs_in_one_folder
-  - .touch(exist_ok=False)
-  + .touch()
 ppo_sentiment.start_accelerator: a run without asserts starts
   faults/test_bad_input.py::test_no_run_without_its_asserts[ppo_sentiment]
   - if not __debug__:
@@ -915,10 +911,10 @@ grpo_math.train: the KL is that of the sampler
   faults/test_public_reports.py::test_the_kl_before_the_first_step
   - kl_per_token(old_logprobs, ref_logprobs, "k1")
   + kl_per_token(b["sampling_logprobs"][rows, :t], ref_logprobs, "k1")
-ppo_sentiment.Run.start: two new runs share a folder
+ppo_sentiment.Run.write_args: two new runs share a folder
   faults/test_public_reports.py::test_two_runs_in_one_folder
-  - exist_ok=self.args.resume is not None
-  + exist_ok=True
+  - .touch(exist_ok=False)
+  + .touch()
 ppo_sentiment.Run.start: a resumed run is a new one for its tracker
   faults/test_public_reports.py::test_a_resumed_run_keeps_its_beginning
   - ("command", "id")

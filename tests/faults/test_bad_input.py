@@ -219,12 +219,12 @@ def test_a_flag_whose_default_is_negative(script, monkeypatch):
         script.check_numbers(Args(penalty=-2.0, vf_coef=-2.0))
 
 
-@pytest.mark.parametrize("name", RL)
-@pytest.mark.parametrize("flag", ["reward_fn", "dataset_name", "judge_fn"])
+EARLY = [(name, flag) for name in RL for flag in ("reward_fn", "dataset_name")] + [("rloo_tldr", "judge_fn")]
+
+
+@pytest.mark.parametrize("name, flag", EARLY)
 def test_a_typo_shows_before_a_model_is_loaded(scripts, small, monkeypatch, name, flag):
     """In the file of a reward function, or in the name of the data."""
-    if flag == "judge_fn" and name != "rloo_tldr":
-        pytest.skip("only rloo_tldr.py has this flag")
     loaded = spy(monkeypatch, scripts[name], "load_model")
     typo = {
         "reward_fn": [f"{MISSING}.py:reward"],
