@@ -79,6 +79,8 @@ class Args:
 
 def train(args):
     """The whole run. -> (PolicyAndValue, list with the metrics of each update)"""
+    if not __debug__:
+        raise RuntimeError("python -O and PYTHONOPTIMIZE remove checks (assert): run without them")
     T = args.response_length
     B = args.per_device_train_batch_size * args.num_mini_batches  # episodes per update
     updates = math.ceil(args.total_episodes / B)

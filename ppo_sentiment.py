@@ -62,6 +62,7 @@ import sys
 import time
 import warnings
 from collections import defaultdict
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -231,10 +232,7 @@ RECIPES = {
 
 def train(args):
     """The whole run, from the flags to the final table. -> (PolicyAndValue, run folder)"""
-    check_numbers(args, "total_episodes", "temperature", "max_grad_norm", "kl_target", "kl_horizon")
-    check_numbers(args, "per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches")
-    check_numbers(args, "num_ppo_epochs", "query_min_length", "response_min_length", "num_eval_prompts")
-    check_numbers(args, "score_clip")
+    check_numbers(args)
     if args.query_min_length > args.query_max_length or args.response_min_length > args.response_length:
         raise UserError("--query-min-length or --response-min-length is larger than the largest length")
     if args.missing_eos_penalty is not None and args.stop_token is None and args.stop_token_id is None:
@@ -252,9 +250,9 @@ def train(args):
 
     tokenizer = load_tokenizer(args.model_name_or_path)
     refuse_appended_eos(tokenizer, args.model_name_or_path)
-    model, ref_model = load_policy_and_value(args, device)
-    check_model(model.policy, args.model_name_or_path, C + T)
-    stop_ids = find_stop_tokens(args, tokenizer, model.policy).to(device)  # [any number]
+    train_rows, held_out_rows = load_splits(args.dataset_name)
+    train_reviews = load_reviews(train_rows, tokenizer, args)
+    held_out_reviews = load_reviews(held_out_rows, tokenizer, args)
     # Functions of --reward-fn get this. global_step: updates so far. Both evaluations use the last value, so
     # that a reward with a schedule scores before and after alike.
     trainer_state = transformers.TrainerState(max_steps=updates, global_step=updates)
@@ -263,9 +261,9 @@ def train(args):
     judge = None
     if args.judge_model_path is not None:
         judge = load_label_scorer(args, args.judge_model_path, device)
-    train_rows, held_out_rows = load_splits(args.dataset_name)
-    train_reviews = load_reviews(train_rows, tokenizer, args)
-    held_out_reviews = load_reviews(held_out_rows, tokenizer, args)
+    model, ref_model = load_policy_and_value(args, device)
+    check_model(model.policy, args.model_name_or_path, C + T)
+    stop_ids = find_stop_tokens(args, tokenizer, model.policy).to(device)  # [any number]
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
 
@@ -954,7 +952,6 @@ def learning_rate(args, update, updates):
     It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls towards 0: along
     a line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
     """
-    assert 0 <= args.warmup_ratio <= 1
     warmup = math.ceil(args.warmup_ratio * updates)
     if update <= warmup:
         return args.learning_rate * update / warmup
@@ -1391,8 +1388,12 @@ def call_reward_functions(functions, trainer_state, device, rows, prompts, compl
     for name, function in functions.items():
         # A function may change what it gets, so every function and every response has a copy.
         own = {key: [copy.deepcopy(x) for x in values] for key, values in inputs.items()}
-        with torch.autocast(device.type, enabled=False):
-            scores = list(function(**own, trainer_state=trainer_state))
+        try:
+            with torch.autocast(device.type, enabled=False):
+                scores = list(function(**own, trainer_state=trainer_state))
+        except Exception as error:
+            error.add_note(f"in the reward function {name}, called with {', '.join(sorted(own))}")
+            raise
         if len(scores) != len(rows):
             raise UserError(f"reward {name}: {len(scores)} numbers for {len(rows)} responses")
         if not all(score is None or math.isfinite(score) for score in scores):
@@ -1533,6 +1534,8 @@ def find_stop_tokens(args, tokenizer, policy):
 
 def start_accelerator(args):
     """A single process, or one of several (DDP, FSDP2, DeepSpeed), as accelerate is configured."""
+    if not __debug__:
+        raise UserError("python -O and PYTHONOPTIMIZE remove checks (assert): run without them")
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # because shapes change
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # every process loads a whole model
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
@@ -1655,20 +1658,35 @@ class Run:
         )
         self.bar = Progress(console=self.console, disable=not self.console.is_terminal)
         self.task = self.bar.add_task("", total=updates)
-        self.last_line_time, self.got_signal = 0.0, False
+        self.last_line_time = 0.0
+        self.about = None  # what is written to args.json; None before start
         # The same folder on all processes. self.name is the path as it was given, for messages.
         now = f"{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"  # to the microsecond: no other run has it
         name = args.resume or args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{now}"
         [self.name] = accelerate.utils.broadcast_object_list([name])
         self.folder = Path(self.name).absolute()  # your code may change the working directory
-        is_used = self.logs() or any((self.folder / x).exists() for x in ("args.json", "model"))
+        is_used = self.logs() or self.checkpoints() or (self.folder / "model").exists()
         if is_used and not args.resume:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
+        self.got_signal = None
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # SIGHUP: the terminal was closed
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
+                signal.signal(number, self.on_signal)
+                # These signals still terminate worker processes that your code forks.
+                os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
 
     def logs(self):
         """The append-only files of this run. (Some scripts write only the first.)"""
         names = "metrics.jsonl", "samples.jsonl", "tokens.jsonl"
         return [self.folder / name for name in names if (self.folder / name).exists()]
+
+    def checkpoints(self):
+        """Its checkpoints, oldest first. A folder whose name is not that of its update is the user's own."""
+        found = []
+        for path in self.folder.glob("checkpoints/*/state.json"):
+            if path.parent.name == f"{json.loads(path.read_text()).get('update', 0):06d}":
+                found.append(path.parent)
+        return sorted(found, key=lambda folder: int(folder.name))
 
     def append(self, name, rows):
         if self.accelerator.is_main_process:
@@ -1697,6 +1715,8 @@ class Run:
         if not_finite:
             names = ", ".join(not_finite)
             raise UserError(f"update {update} was not saved; not finite: {names} (--learning-rate too high?)")
+        if update == 1 and not self.args.resume:
+            self.write_args()
         self.append("metrics.jsonl", [metrics])
         # In a tracker, TRL's names begin with train/ or eval/.
         named = {name if name.startswith("eval/") else f"train/{name}": x for name, x in metrics.items()}
@@ -1724,25 +1744,21 @@ class Run:
     # -- Checkpoints --
 
     def start(self, batch_size):
-        """Write args.json and, to resume, load the newest checkpoint. -> its state; update 0 if new"""
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.on_signal)
-            # These signals still terminate worker processes that your code forks.
-            os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
+        """To resume, load the newest checkpoint. -> its state; update 0 if new"""
         self.accelerator.register_save_state_pre_hook(save_trained)
         self.accelerator.register_load_state_pre_hook(load_trained)
         state = {"update": 0, "batch_size": batch_size, "sizes": {}}  # sizes: bytes of each log
-        checkpoints = sorted(self.folder.glob("checkpoints/*/state.json"))
+        checkpoints = self.checkpoints()
         if self.args.resume and checkpoints:
-            state = json.loads(checkpoints[-1].read_text())
-            self.accelerator.load_state(checkpoints[-1].parent)
+            state = json.loads((checkpoints[-1] / "state.json").read_text())
+            self.accelerator.load_state(checkpoints[-1])
             self.accelerator.step = 0  # accumulate counts from here; the number of steps may have changed
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
         if state["update"] > self.updates:
             raise UserError(f"--resume: the flags ask for {self.updates} updates; {state['update']} are done")
         config = asdict(self.args)
-        about = {
+        self.about = {
             "args": config,
             "script": SCRIPT,
             "command": sys.argv,
@@ -1752,28 +1768,38 @@ class Run:
         }
         if self.args.resume:  # keep the first ones
             first = json.loads((self.folder / "args.json").read_text())
-            about |= {name: first[name] for name in ("command", "id") if name in first}
-        self.accelerator.wait_for_everyone()  # no process writes until all have read
-        if self.accelerator.is_main_process:
-            # Raises an error if another new run has made this folder in the meantime.
-            (self.folder / "checkpoints").mkdir(parents=True, exist_ok=self.args.resume is not None)
-            (self.folder / "draft.json").write_text(json.dumps(about, indent=2))
-            os.replace(self.folder / "draft.json", self.folder / "args.json")
-            for path in self.logs():  # what came after the checkpoint will be written again
-                os.truncate(path, state["sizes"].get(path.name, 0))
+            self.about |= {name: first[name] for name in ("command", "id") if name in first}
+            self.accelerator.wait_for_everyone()  # no process writes until all have read
+            self.write_args()
+            if self.accelerator.is_main_process:
+                for path in self.logs():  # what came after the checkpoint will be written again
+                    os.truncate(path, state["sizes"].get(path.name, 0))
         if self.args.log_with != "none":  # only now, because the tracker writes to the run folder
             self.accelerator.log_with = [self.args.log_with]
             self.accelerator.project_configuration.logging_dir = str(self.folder)
             config = {name: str(x) for name, x in config.items()}
-            wandb = {"name": self.folder.name, "id": about["id"], "resume": "allow"}
+            wandb = {"name": self.folder.name, "id": self.about["id"], "resume": "allow"}
             self.accelerator.init_trackers(SCRIPT, config, {"wandb": wandb})
         self.accelerator.print(f"run folder {self.name}, after update {state['update']}")
         return state
 
+    def write_args(self):
+        """Write args.json. A new run does so with its first update: until then, its folder is free."""
+        if self.accelerator.is_main_process:
+            (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            if not self.args.resume:  # raises an error if another new run was faster
+                (self.folder / "metrics.jsonl").touch(exist_ok=False)
+            (self.folder / "draft.json").write_text(json.dumps(self.about, indent=2))
+            os.replace(self.folder / "draft.json", self.folder / "args.json")
+
     def on_signal(self, number, frame):
         """Finish the update (or the last evaluation), save, and stop. The same signal again stops at once."""
-        signal.signal(number, signal.SIG_DFL)
-        self.got_signal = True  # only a flag, because a signal may come at any moment
+        if self.about is None:  # before start, there is nothing to save
+            print(f"{SCRIPT}.py: stopped by {signal.Signals(number).name} before training", file=sys.stderr)
+            sys.exit(128 + number)
+        # A terminal that is closed sends SIGHUP more than once.
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
+        self.got_signal = number  # only noted, because a signal may come at any moment
 
     def checkpoint(self, state):
         """If a checkpoint is due, save all that the rest of the run depends on. After a signal: save, exit.
@@ -1795,13 +1821,13 @@ class Run:
                 state["sizes"] = {path.name: path.stat().st_size for path in self.logs()}
                 (draft / "state.json").write_text(json.dumps(state))
                 draft.rename(self.folder / "checkpoints" / f"{update:06d}")
-                for old in sorted(self.folder.glob("checkpoints/*"))[: -max(self.args.keep_checkpoints, 1)]:
-                    shutil.rmtree(old)
+                for old in self.checkpoints()[: -max(self.args.keep_checkpoints, 1)]:
+                    shutil.rmtree(old.rename(draft))  # as a draft, so that no checkpoint is ever incomplete
         if is_stopped and update < self.updates:
             self.bar.stop()
             self.accelerator.print(f"stopped; to continue: the same command with --resume {self.name}")
             self.accelerator.wait_for_everyone()
-            sys.exit(128 + signal.SIGTERM)
+            sys.exit(128 + (self.got_signal or signal.SIGTERM))
 
 
 def save_trained(models, weights, folder):
@@ -1869,13 +1895,29 @@ def report_evaluation(run, before, after):
 # ---- Command line ------------------------------------------------------------------------------------------
 
 
-def check_numbers(args, *positive):
-    """Raise if a number is negative (only a weight may be), or if one of those named `positive` is 0."""
+# Flags of all scripts that cannot be 0.
+POSITIVE = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches", "num_ppo_epochs"),
+    *("total_episodes", "num_train_epochs", "num_train_rows", "num_eval_prompts", "num_eval_pairs"),
+    *("num_eval_samples", "num_context_utterances", "max_length", "query_min_length", "response_min_length"),
+    *("response_length", "temperature", "max_grad_norm", "score_clip", "kl_target", "kl_horizon", "beta"),
+)
+
+
+def check_numbers(args):
+    """Raise if a number is negative, or if it is 0 and in POSITIVE.
+
+    A weight may be negative, and so may any flag whose default is negative.
+    """
     for name, value in vars(args).items():
-        if not isinstance(value, (int, float)) or name.endswith("_weight"):
+        if not isinstance(value, (int, float)):
             continue
-        if value < 0 or value == 0 and name in positive:
+        default = getattr(Args, name, None)
+        may_be_negative = name.endswith("_weight") or isinstance(default, (int, float)) and default < 0
+        if value < 0 and not may_be_negative or value == 0 and name in POSITIVE:
             raise UserError(f"--{name.replace('_', '-')} cannot be {value}")
+    if args.warmup_ratio > 1:
+        raise UserError(f"--warmup-ratio is a fraction of the updates: {args.warmup_ratio} is more than 1")
 
 
 # Flags of all scripts that may change when a run is resumed. (More updates also change the learning rates of
@@ -1947,8 +1989,22 @@ def parse_args(argv):
     return args
 
 
+def go_on_without_output():
+    """Drop what cannot be printed, because `| tee` was stopped first or the terminal is closed."""
+
+    def attempt(method, *inputs):
+        with suppress(OSError, ValueError):  # closed, full, or of another encoding
+            return method(*inputs)
+
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.write = partial(attempt, stream.write)
+            stream.flush = partial(attempt, stream.flush)
+
+
 def main(argv=None):
     """Run the command line. A UserError prints one line, with exit code 2."""
+    go_on_without_output()
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about kernels that we do not use
     warnings.filterwarnings("ignore", category=FutureWarning)  # libraries that use each other's old names
     warnings.filterwarnings("error", message="Found missing adapter keys")  # peft: they would be random

@@ -281,9 +281,11 @@ def run_one(entry):
         for path in ROOT.iterdir():  # links, but the script with the fault
             if path.name not in (f"{entry.script}.py", "runs", "__pycache__"):
                 (project / path.name).symlink_to(path)
-        (project / f"{entry.script}.py").write_text(faulty_source(entry))
-        options = ["-O"] if entry.no_ratio_check else []  # without the script's assert
-        words = [sys.executable, *options, __file__, "train", entry.name, str(project), f"{folder}/run"]
+        source = faulty_source(entry)
+        if entry.no_ratio_check:
+            source = source.replace("assert gap < 0.02", "assert True")
+        (project / f"{entry.script}.py").write_text(source)
+        words = [sys.executable, __file__, "train", entry.name, str(project), f"{folder}/run"]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         end = subprocess.run(words, cwd=project, env=environment, capture_output=True, text=True)
         if not (Path(folder) / "run/metrics.jsonl").exists():

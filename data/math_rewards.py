@@ -12,13 +12,15 @@ entry per completion. They return one float per completion, from 0.0 to 1.0. A c
 of messages, of which the last one counts.
 
 Completions are untrusted text: they are never passed to eval(), none takes long, and none raises an
-exception. A column that is not as long as the list of completions raises ValueError.
+exception. Columns of the data may: one that is not as long as the list of completions, and a row without an
+answer that a completion could give, raise an error.
 
 well_formed and shows_work can be hacked: "<answer>7</answer>" always earns the first. Use them together with
 correct, and with a small weight.
 """
 
 import ast
+import math
 import re
 import unicodedata
 from fractions import Fraction
@@ -52,7 +54,7 @@ def tagged_answer(text):
 
 
 def boxed_answer(text):
-    r"""What is in the last \boxed{...}, nested braces included, or None. -> str or None
+    r"""What is in the last \boxed{...} or \fbox{...}, nested braces included, or None. -> str or None
 
     The last box is the one that begins last, so of two nested boxes it is the inner one. A box that is never
     closed does not count.
@@ -64,7 +66,7 @@ def boxed_answer(text):
             starts.append(brace.end())
         elif starts:
             start = starts.pop()
-            if start > last_start and text.endswith((r"\boxed{", r"\boxed {"), 0, start):
+            if start > last_start and text.endswith((r"\boxed{", r"\boxed {", r"\fbox{"), 0, start):
                 last_start, last_end = start, brace.start()
     if last_start == -1:
         return None
@@ -91,6 +93,31 @@ def after_hashes(text):
     _, _, rest = text.rpartition("####")
     line, _, _ = rest.strip().partition("\n")
     return line
+
+
+# What JSON makes of a single backslash: "\frac" is a form feed and "rac", "\text" a tab and "ext".
+LOST_BACKSLASH = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f]|[\t\r](?=[a-z])|\n(?=eq\b)")
+
+
+def reference_answer(reference):
+    r"""The answer in a reference, or None if no completion can equal it. -> str or None
+
+    A reference is an answer (72, "72", ["72"]) or a whole solution, of which only the final answer counts.
+    None: null, nan, an empty text, several answers, a box that is never closed, a lost backslash.
+    """
+    if isinstance(reference, list) and len(reference) == 1:
+        reference = reference[0]
+    is_number = isinstance(reference, (int, float)) and math.isfinite(reference)
+    if not is_number and not isinstance(reference, str):
+        return None
+    text = str(reference)
+    answer = final_answer(text)
+    if answer is None:
+        boxes = re.findall(r"\\boxed +([^ {$\n][^$\n]*)", text)  # MATH also has "$x = \boxed 5$"
+        answer = boxes[-1] if boxes else text
+    if not plain(answer) or r"\boxed" in answer or LOST_BACKSLASH.search(answer):
+        return None
+    return answer
 
 
 # ---- Numbers -----------------------------------------------------------------------------------------------
@@ -146,6 +173,14 @@ OTHER_NUMBER = frozenset(
     """.split()
 )
 
+# Words that multiply the number before them: 72 crore. In front of it, they do not: "The score is 72".
+FACTORS = frozenset(
+    """
+    lakh lac crore mil mill mln mio bil bln mrd grand gross score myriad quadrillion quintillion sextillion
+    googol eleventh twelfth fifteenth sixteenth twentieth fiftieth millionth billionth
+    """.split()
+)
+
 # Words that may stand before a number, in addition to SHORT_UNITS. Others may be functions: csc 2, square 3.
 WORDS_BEFORE = frozenset(
     "about approximately approx around roughly exactly only dollars euros rupees".split()
@@ -156,6 +191,7 @@ PLAIN_CHARACTERS = str.maketrans(
     | dict.fromkeys("\u00d7\u00b7\u22c5", "*")  # times, middle dot, dot operator
     | dict.fromkeys("\u2044\u2215", "/")  # fraction slash, division slash
     | {"\u2248": "="}  # almost equal
+    | {"\u221e": r"\infty", "\u03c0": r"\pi", "\u222a": r"\cup"}
     | dict.fromkeys("\u20ac\u00a3\u00a5\u20b9\u00b0")  # removed like $ and %: euro, pound, yen, rupee, degree
     | dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff")  # removed: characters of zero width
 )
@@ -168,6 +204,8 @@ NUMBER_IN_BRACES = r"(?:\{\s*([+-]?[0-9.,]+)\s*\}|([0-9]))"
 PLAIN_LATEX = [  # (pattern, replacement), in this order
     (r"\A(\*\*|`)(.*)\1\Z", r"\2"),  # Markdown
     (r"\\! ?|\\(left|right|displaystyle)(?![A-Za-z])", ""),
+    (r"\\\\", ";"),  # the end of a row of a matrix
+    (r"\{bmatrix\}", "{pmatrix}"),
     (r"\^\\circ(?![A-Za-z])|\^\{\\circ\}|\\degree(?![A-Za-z])", ""),
     (r"\\[,;: ]|\\[()\[\]]|~", " "),
     (r"\\(times|cdot)(?![A-Za-z])", "*"),
@@ -205,7 +243,10 @@ def simplified(text):
     text = plain(text)
     if len(text) > MOST_CHARACTERS:
         return text
-    text = without_styles(plain(typed(text)))
+    text = typed(text)
+    if r"\begin" not in text:  # outside of a matrix, two backslashes are one that was escaped twice
+        text = text.replace(r"\\", "\\")
+    text = without_styles(plain(text))
     for pattern, replacement in PLAIN_LATEX:
         text = re.sub(pattern, replacement, text.strip())
     return plain(without_outer_brackets(text))
@@ -252,7 +293,7 @@ def as_quantity(text):
     name, before, unit = [match[group] or "" for group in ("name", "before", "unit")]
     if before and before.lower() not in WORDS_BEFORE and before not in SHORT_UNITS:
         return None
-    if not (is_name(name) and is_unit(unit)):
+    if has_word(name, OTHER_NUMBER) or not is_unit(unit):
         return None
     value = value_of_quantity(match)
     if value is None:
@@ -260,10 +301,10 @@ def as_quantity(text):
     return value, name.strip(), (unit or before).strip()
 
 
-def is_name(text):
-    """True if no word of the text changes or rejects the number. -> bool"""
-    words = re.findall("[a-z]+", text.lower())
-    return not any(word in OTHER_NUMBER or word.removesuffix("s") in OTHER_NUMBER for word in words)
+def has_word(text, words):
+    """True if a word of the text, or its singular, is one of `words`. -> bool"""
+    found = re.findall("[a-z]+", text.lower())
+    return any(word in words or word.removesuffix("s") in words for word in found)
 
 
 def is_unit(text):
@@ -274,7 +315,8 @@ def is_unit(text):
     """
     enough = 3 if text.startswith((" ", "/")) else 4
     words = re.findall("[A-Za-z]+", text)
-    return is_name(text) and all(len(word) >= enough or word in SHORT_UNITS for word in words)
+    is_other_number = has_word(text, OTHER_NUMBER | FACTORS)
+    return not is_other_number and all(len(word) >= enough or word in SHORT_UNITS for word in words)
 
 
 def value_of_quantity(match):
@@ -293,20 +335,47 @@ def agree(one, other):
     return one == other or not one or not other
 
 
-def same_answer(answer, reference):
-    """True if both are the same number, or else the same text. -> bool
+def same_quantity(one, other):
+    """True if two simplified texts are the same number. -> bool
 
     Units are compared only if both have one: "72 km" equals "72", but not "72 m".
+    """
+    quantity, other_quantity = as_quantity(one), as_quantity(other)
+    if quantity is None or other_quantity is None:
+        return False
+    value, name, unit = quantity
+    other_value, other_name, other_unit = other_quantity
+    return value == other_value and agree(name, other_name) and agree(unit, other_unit)
+
+
+def parts_of(text):
+    """Split a simplified text at brackets, commas and the signs of a matrix, without spaces. -> list of str
+
+    "(2, 1/2)" has the parts "(", "2", ",", "1/2" and ")". A space between two digits stays. In "1,234, 5" the
+    first comma separates thousands, because the other one has a space.
+    """
+    if len(text) > MOST_CHARACTERS:
+        return [text]
+    if ", " in text:
+        text = without_commas(text)
+    text = re.sub(r"(?<![0-9])\s+|\s+(?![0-9])", "", text)
+    return [part for part in re.split(r"([\[\](){},;&])", text) if part]
+
+
+def same_answer(answer, reference):
+    """True if both are the same number, or the same text with the same numbers in it. -> bool
+
+    "(2, 0.5)" equals "(2,1/2)", but neither "(0.5, 2)" nor "[2, 0.5]".
     """
     if plain(answer) == plain(reference) != "":
         return True
     answer, reference = simplified(answer), simplified(reference)
-    quantity, reference_quantity = as_quantity(answer), as_quantity(reference)
-    if quantity is None or reference_quantity is None:
-        return answer == reference != ""
-    value, name, unit = quantity
-    reference_value, reference_name, reference_unit = reference_quantity
-    return value == reference_value and agree(name, reference_name) and agree(unit, reference_unit)
+    if as_quantity(answer) or as_quantity(reference):
+        return same_quantity(answer, reference)
+    parts, reference_parts = parts_of(answer), parts_of(reference)
+    if not parts or len(parts) != len(reference_parts):
+        return False
+    return all(one == other or same_quantity(one, other) for one, other in zip(parts, reference_parts))
 
 
 # ---- Rewards -----------------------------------------------------------------------------------------------
@@ -315,18 +384,18 @@ def same_answer(answer, reference):
 def correct(completions, answer, **columns):
     """1.0 if the final answer is right, else 0.0. -> list of float
 
-    answer[i] is an answer ("72") or a solution of gsm8k ("... #### 72"), of which only what follows ####
-    counts. Numbers are compared as numbers, so "72.0", "$72", "72 clips" and "x = 72" equal "72". Other
-    answers are compared as texts. Both may be LaTeX.
+    answer[i] is an answer ("72"), or a solution whose final answer counts, as in gsm8k ("... #### 72") and MATH
+    ("... \\boxed{72}"). Numbers are compared as numbers, so "72.0", "$72", "72 clips" and "x = 72" equal "72".
+    Other answers are compared as texts. Both may be LaTeX.
     """
     rewards = []
-    for completion, reference in zip(completions, answer, strict=True):
+    for i, (completion, reference) in enumerate(zip(completions, answer, strict=True)):
+        right_answer = reference_answer(reference)
+        if right_answer is None:
+            prompt = columns.get("prompts", completions)[i]
+            raise ValueError(f"no completion can equal answer[{i}]: {reference!r:.200} (prompt: {prompt!r})")
         final = final_answer(text_of(completion))
-        reference = str(reference)
-        if "####" in reference:
-            reference = after_hashes(reference)
-        right = final is not None and same_answer(final, reference)
-        rewards.append(float(right))
+        rewards.append(float(final is not None and same_answer(final, right_answer)))
     return rewards
 
 
@@ -366,6 +435,7 @@ def countdown(completions, target, nums, **columns):
     rewards = []
     for completion, wanted, numbers in zip(completions, target, nums, strict=True):
         equation = tagged_answer(text_of(completion)) or ""
+        wanted, numbers = Fraction(wanted), [Fraction(number) for number in numbers]  # "9" is 9; null raises
         rewards.append(float(solves_countdown(equation, wanted, numbers)))
     return rewards
 

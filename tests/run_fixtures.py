@@ -17,7 +17,7 @@ from run_tools import ALL, BY_HEART, forget_reward_files, maker, rows_of, write_
 @contextmanager
 def handlers_kept():
     """A run installs its own signal handlers. Restore the old ones afterwards."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {number: signal.getsignal(number) for number in numbers}
     try:
         yield

@@ -49,7 +49,18 @@ def rate(name, text, **columns):
         (r"\boxed{1} <answer>72</answer>", "72"),
         (r"<answer>There are 6 rows of 12, so \boxed{72}.</answer>", "72"),
         ("6 * 12 = 72\n#### 72", "72"),
+        (r"\fbox{72}", "72"),
         ("<answer>72</answer>", "6 * 12 = <<6*12=72>>72\n#### 72"),
+        # references that are solutions, numbers or lists
+        (r"\boxed{5}", r"Adding, $2 + 3 = \boxed{5}.$ (Or $3 + 2$.)"),
+        (r"\boxed{0.5}", r"We get $x=\boxed{\frac{1}{2}}$."),
+        (r"\boxed{5}", r"Adding, $2 + 3 = \boxed 5$. Done."),
+        (r"\boxed{5}", r"Adding, $2 + 3 = \fbox{5}$."),
+        (r"\boxed{5}", "2 + 3 = 5\n<answer>5</answer>"),
+        (r"\boxed{\frac{1}{2}}", r"\\frac{1}{2}"),  # escaped twice
+        (r"\boxed{5}", 5),
+        (r"\boxed{5}", 5.0),
+        (r"\boxed{5}", ["5"]),
     ],
 )
 def test_a_right_answer(text, answer):
@@ -66,6 +77,7 @@ def test_a_right_answer(text, answer):
         (r"<answer>There are 6 rows of 12, so \boxed{72}.</answer>", "12"),
         ("<answer>4,32</answer>", "432"),
         ("<answer>72</answer>", "72 apples and 5 pears\n#### 5"),
+        (r"\boxed{2}", r"Adding, $2 + 3 = \boxed{5}.$"),
     ],
 )
 def test_a_wrong_answer(text, answer):
@@ -118,6 +130,23 @@ def in_all_places(inside):
         # texts
         (r"\textbf{(C)}", "C"),
         (r"x^{2}+1", "x^2 + 1"),
+        ("2 x", "2x"),
+        # pairs, intervals, lists, sets, matrices
+        ("(2, 3)", "(2,3)"),
+        ("(2 , 3)", "(2, 3)"),
+        ("1, 2", "1,2"),
+        ("[0, 1)", "[0,1)"),
+        (r"(-\infty, 2) \cup (3, \infty)", r"(-\infty,2)\cup(3,\infty)"),
+        ("(-\N{INFINITY}, 2)", r"\left(-\infty,2\right)"),
+        (r"\left\{1, 2\right\}", r"\{1,2\}"),
+        (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\frac{\pi}{2})"),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+        (r"\begin{bmatrix} 1 & 0.5 \\ x & 2 \end{bmatrix}", r"\begin{pmatrix}1&\frac12\\x&2\end{pmatrix}"),
+        (r"(\frac{1}{2}, 3)", "(0.5, 3)"),
+        ("x = 1, x = 2", "1,2"),
+        ("1,234, 5", "1234, 5"),
+        # a word for a large number that is not one here
+        ("The final score is 72", "72"),
     ],
 )
 def test_a_right_answer_in_another_format(inside, answer):
@@ -151,6 +180,16 @@ def test_a_right_answer_in_another_format(inside, answer):
         ("2x = 72", ["72", "36"]),
         (r"\geq 72", ["72"]),
         ("72 thousand", ["72"]),
+        ("72 crore", ["72"]),
+        ("5 mil", ["5"]),
+        ("5 gross", ["5"]),
+        ("3 sixteenths", ["3"]),
+        # other pairs, intervals, lists, matrices
+        ("(2, 3)", ["(3, 2)", "[2, 3]", "(2, 3, 3)", "2, 3", "23"]),
+        ("1, 2", ["12", "1", "1, 22"]),
+        ("1, 234", ["1,234", "1234"]),
+        ("7 2, 3", ["72, 3"]),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", [r"\begin{pmatrix}1&2\end{pmatrix}"]),
         ("0.72...", ["0.72"]),
         ("not 72", ["72"]),
         # contradictions
@@ -166,6 +205,35 @@ def test_a_wrong_answer_in_a_similar_format(inside, answers):
             assert rate("correct", text, answer=answer) == 0.0
 
 
+@pytest.mark.parametrize(
+    "reference",
+    [
+        None,
+        float("nan"),
+        "",
+        " $ ",
+        "6 * 12 = 72\n####",
+        [],
+        ["5", "five"],
+        {"answer": "5"},
+        r"so it is \boxed{72",
+        "\frac{1}{2}",  # in JSON, and here, \f is a form feed
+        "So it is \boxed{72}.",
+        "72 \text{ cm}",
+        "2 \times 3",
+        "x \neq 2",
+        "\right)",
+    ],
+)
+def test_a_reference_that_no_answer_can_equal_is_named(reference):
+    """Every response would get 0, or the response "None" would get 1."""
+    for answer in (str(reference), "72"):
+        with pytest.raises(ValueError, match=r"can equal answer\[1\]: .*\(prompt: 'How many"):
+            REWARDS["correct"](
+                [rf"\boxed{{{answer}}}"] * 2, answer=["72", reference], prompts=["", "How many clips?"]
+            )
+
+
 PIECES = r"72 1/2 1,234 10^ . , - + = : ^ _ * / ( ) { } [ ] \ ~ $ % e x is or clips cm #### </answer>".split()
 PIECES += [r"\frac", r"\text{", r"\boxed{", r"\times", r"\,", r"\!", " ", "\n", "\x00", "\ud800", "<answer>"]
 PIECES += ["\N{MINUS SIGN}", "\N{SUPERSCRIPT TWO}", "\N{VULGAR FRACTION ONE HALF}", "\ufdfa", "\u0301"]
@@ -177,8 +245,9 @@ def test_no_text_raises_and_the_comparison_is_symmetric(text, other):
     same = REWARDS["same_answer"](text, other)
     assert same == REWARDS["same_answer"](other, text)
     assert REWARDS["same_answer"](text, text) == (REWARDS["plain"](text) != "")
-    for whole in in_all_places(text):
-        assert rate("correct", whole, answer=other) in (0.0, 1.0)
+    if REWARDS["reference_answer"](other) is not None:
+        for whole in in_all_places(text):
+            assert rate("correct", whole, answer=other) in (0.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -208,10 +277,17 @@ def test_rewards_for_the_form(name, text, reward):
         ("3**2+1", [1, 2, 3], 10, 0.0),
         ("1/0", [1, 0], 0, 0.0),
         ("03+2", [3, 2], 5, 0.0),
+        ("3+2", ["3", "2"], "5", 1.0),  # columns of texts
     ],
 )
 def test_countdown(equation, nums, target, reward):
     assert rate("countdown", f"I see. <answer>{equation}</answer>", target=target, nums=nums) == reward
+
+
+@pytest.mark.parametrize("target, nums", [(None, [3, 2]), ("five", [3, 2]), (5, None), (5, "[3, 2]")])
+def test_a_countdown_that_no_equation_can_solve(target, nums):
+    with pytest.raises((TypeError, ValueError)):
+        rate("countdown", "<answer>3+2</answer>", target=target, nums=nums)
 
 
 HOSTILE = [
@@ -235,7 +311,8 @@ def test_hostile_texts_earn_nothing(text):
     """Quadratic time would take minutes."""
     for whole in (text, f"<answer>{text}</answer>", rf"\boxed{{{text}}}", f"#### {text}"):
         assert rate("correct", whole, answer="432") == 0.0
-        assert rate("correct", "<answer>432</answer>", answer=text) == 0.0
+        if REWARDS["reference_answer"](text) is not None:
+            assert rate("correct", "<answer>432</answer>", answer=text) == 0.0
         assert rate("countdown", whole, target=432, nums=[1, 2]) == 0.0
         assert rate("well_formed", whole) in (0.0, 1.0)
         assert 0.0 <= rate("shows_work", whole) <= 1.0

@@ -400,7 +400,7 @@ ppo_dialog.weighted_score: a part without a weight is ignored
   + weights.get(name, 0.0)
 ppo_sentiment.Run.on_signal: a signal makes a tensor (TypeError)
   runs/test_resume.py::test_a_signal_makes_no_tensor
-  - self.got_signal = True
+  - self.got_signal = number
   + self.accelerator.set_trigger()
 ppo_sentiment.load_label_scorer: a judge with one label is always certain
   math/test_classifiers.py::test_one_label_is_as_likely_as_its_sigmoid
@@ -581,6 +581,11 @@ ppo_sentiment.parse_args: a model flag with underscores names no model
   - .replace("_", "-") in model_flags
   +  in model_flags
 
+ppo_sentiment.check_numbers: a flag with a negative default is refused (UserError)
+  faults/test_bad_input.py::test_a_flag_whose_default_is_negative
+  - and default < 0
+  + and False
+
 # Documents of sft.py
 
 sft.completion_document: sft learns prompts
@@ -657,8 +662,8 @@ rloo_tldr.train: all processes draw the same random numbers for reward functions
   + set_global_seed(args.seed, update)
 ppo_dialog.Run.start: resume without optimizer (trap 34)
   runs/test_resume.py::test_sigterm_then_resume[ppo_dialog]
-  - self.accelerator.load_state(checkpoints[-1].parent)
-  + load_trained([*self.accelerator._models], checkpoints[-1].parent)
+  - self.accelerator.load_state(checkpoints[-1])
+  + load_trained([*self.accelerator._models], checkpoints[-1])
 ppo_sentiment.train: resume without KL coefficient (trap 34)
   runs/test_resume.py::test_sigterm_then_resume[ppo_sentiment]
   - state.get("kl_coef", args.kl_coef)
@@ -683,6 +688,30 @@ ppo_sentiment.Run.checkpoint: old checkpoints are never deleted
   runs/test_ppo_sentiment.py::test_old_checkpoints_are_deleted
   - [: -max(self.args.keep_checkpoints, 1)]
   + [:0]
+ppo_sentiment.Run.checkpoints: a copy of a checkpoint counts as one
+  runs/test_resume.py::test_only_the_checkpoints_of_the_run_count
+  - path.parent.name == f"{json.loads(path.read_text()).get('update', 0):06d}"
+  + path.parent.name.isdecimal()
+ppo_sentiment.Run.checkpoints: update 1000000 is sorted before 999999
+  runs/test_resume.py::test_checkpoints_are_in_the_order_of_their_numbers
+  - , key=lambda folder: int(folder.name)
+  +
+ppo_sentiment.Run.on_signal: the second SIGHUP of a closed terminal kills the run
+  runs/test_resume.py::test_a_terminal_that_is_closed_may_say_so_twice
+  - signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL
+  + signal.SIG_DFL
+ppo_sentiment.Run.on_signal: a signal before training is only noted (TypeError)
+  runs/test_resume.py::test_a_signal_before_training[ppo_sentiment-2]
+  - if self.about is None:
+  + if False:
+ppo_sentiment.go_on_without_output: a closed pipe ends the run
+  runs/test_resume.py::test_output_that_nobody_reads
+  - suppress(OSError, ValueError)
+  + suppress()
+ppo_sentiment.start_accelerator: a run without asserts starts
+  faults/test_bad_input.py::test_no_run_without_its_asserts[ppo_sentiment]
+  - if not __debug__:
+  + if False:
 ppo_sentiment.Run.log: a metric that is not finite is logged and the run goes on
   runs/test_ppo_sentiment.py::test_a_metric_that_is_not_finite_ends_the_run
   - if not_finite:
@@ -858,6 +887,10 @@ reward_model.find_classes: each decimal is a class
   faults/test_public_reports.py::test_decimals_are_no_classes
   - isinstance(label, float)
   + False
+ppo_sentiment.call_reward_functions: nothing names the reward function that fails (AttributeError)
+  faults/test_bad_input.py::test_the_reward_function_that_fails_is_named[ppo_sentiment]
+  - error.add_note(f"in the reward function {name}, called with {', '.join(sorted(own))}")
+  + pass
 ppo_sentiment.call_reward_functions: a column is replaced
   faults/test_public_reports.py::test_a_column_with_the_name_of_an_argument
   - inputs = dict(prompts=prompts, completions=completions, completion_ids=completion_ids, **inputs)
@@ -878,10 +911,10 @@ grpo_math.train: the KL is that of the sampler
   faults/test_public_reports.py::test_the_kl_before_the_first_step
   - kl_per_token(old_logprobs, ref_logprobs, "k1")
   + kl_per_token(b["sampling_logprobs"][rows, :t], ref_logprobs, "k1")
-ppo_sentiment.Run.start: two new runs share a folder
+ppo_sentiment.Run.write_args: two new runs share a folder
   faults/test_public_reports.py::test_two_runs_in_one_folder
-  - exist_ok=self.args.resume is not None
-  + exist_ok=True
+  - .touch(exist_ok=False)
+  + .touch()
 ppo_sentiment.Run.start: a resumed run is a new one for its tracker
   faults/test_public_reports.py::test_a_resumed_run_keeps_its_beginning
   - ("command", "id")

@@ -4,12 +4,13 @@ Everything else ends in the traceback of a library. Nothing ends with exit code 
 """
 
 import re
-from dataclasses import replace
+import sys
+from dataclasses import dataclass, replace
 
 import pytest
 import transformers
-from conftest import ACTS
-from run_tools import ALL, flags_of, one_line, reward_file, script_words, start_process, write_rows
+from conftest import ACTS, RL, ROOT
+from run_tools import ALL, flags_of, one_line, reward_file, script_words, spy, start_process, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
@@ -78,6 +79,7 @@ REFUSED_BY_ALL = {  # name of the case -> the flags that are wrong, a word of th
     "model": (dict(model_name_or_path=MISSING), f"{MISSING}: no such file or folder"),
     "data": (dict(dataset_name=MISSING), f"{MISSING}: no such file or folder"),
     "clipping": (dict(max_grad_norm=-1.0), "--max-grad-norm"),
+    "warm-up": (dict(warmup_ratio=100.0), "--warmup-ratio"),
     "other columns": (dict(dataset_name="DATA/other-columns"), "column"),
     "empty texts": (dict(dataset_name="DATA/empty"), "row"),
 }
@@ -148,6 +150,7 @@ REFUSED = {
         "acts without names": (dict(dataset_name="DATA/act-3"), "--label-names is missing"),
         "center data, labels": (dict(center_dataset_name="DATA/pairs"), "only for preferences"),
         "acts": (dict(dataset_name="DATA/act-5", label_names=",".join(ACTS)), "4 is none of"),
+        "shard": (dict(train_shard="2/2"), "--train-shard 2/2: the shards are 0/2 to 1/2"),
         "no pairs": (dict(dataset_name="DATA/empty-pairs"), "two different responses"),
         "center data, empty": (
             dict(dataset_name="DATA/pairs", center_dataset_name="DATA/no-completions"),
@@ -203,6 +206,36 @@ def test_sizes_that_are_not_positive(scripts, small, tmp_path, name, size):
         assert not (tmp_path / "run/model").exists()
 
 
+def test_a_flag_whose_default_is_negative(script, monkeypatch):
+    """A reader may add one."""
+
+    @dataclass
+    class Args(script.Args):
+        penalty: float = -1.0
+
+    monkeypatch.setattr(script, "Args", Args)
+    script.check_numbers(Args(penalty=-2.0))
+    with pytest.raises(script.UserError, match="--vf-coef cannot be -2.0"):
+        script.check_numbers(Args(penalty=-2.0, vf_coef=-2.0))
+
+
+EARLY = [(name, flag) for name in RL for flag in ("reward_fn", "dataset_name")] + [("rloo_tldr", "judge_fn")]
+
+
+@pytest.mark.parametrize("name, flag", EARLY)
+def test_a_typo_shows_before_a_model_is_loaded(scripts, small, monkeypatch, name, flag):
+    """In the file of a reward function, or in the name of the data."""
+    loaded = spy(monkeypatch, scripts[name], "load_model")
+    typo = {
+        "reward_fn": [f"{MISSING}.py:reward"],
+        "judge_fn": f"{MISSING}.py:reward",
+        "dataset_name": MISSING,
+    }
+    with pytest.raises(Exception, match="such"):
+        scripts[name].train(small(name, **{flag: typo[flag]}))
+    assert not loaded
+
+
 # ---- The command line --------------------------------------------------------------------------------------
 
 
@@ -223,12 +256,25 @@ def test_in_a_shell(small, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("name", [*ALL, "ppo_minimal"])
+def test_no_run_without_its_asserts(small, tmp_path, name):
+    """PYTHONOPTIMIZE removes them, and with them the check that rollout and update agree."""
+    words = [sys.executable, ROOT / "ppo_minimal.py", "--total-episodes", "128"]
+    if name != "ppo_minimal":
+        words = script_words(name, small(name))
+    process = start_process(words, tmp_path, PYTHONOPTIMIZE="1")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == (1 if name == "ppo_minimal" else 2)
+    assert "PYTHONOPTIMIZE remove checks" in errors.splitlines()[-1]
+    assert not (tmp_path / "run").exists()
+
+
 # ---- Run folders -------------------------------------------------------------------------------------------
 
 
 def test_a_folder_that_holds_a_run(script, small, capsys, tmp_path):
     """A new run does not write into it, nor into one that holds a model, where an adapter may be left."""
-    for name in ("args.json", "model"):
+    for name in ("metrics.jsonl", "model"):
         folder = tmp_path / name
         folder.mkdir()
         (folder / name).write_text("{}")
@@ -256,6 +302,25 @@ def test_wrong_rewards(script, small, tmp_path, body, error):
     with pytest.raises(Exception, match=error):
         script.train(small("ppo_sentiment", reward_fn=reward_file(tmp_path, body)))
     assert not (tmp_path / "run/model").exists()
+
+
+@pytest.mark.parametrize("name", RL)
+def test_the_reward_function_that_fails_is_named(scripts, small, tmp_path, name):
+    """And so is what it was called with: often a column has another name than the parameter."""
+    path = tmp_path / "two.py"
+    path.write_text(
+        "def fine(completions, **columns):\n    return [1.0] * len(completions)\n\n"
+        "def wrong(completions, solution, **columns):\n    return [1.0] * len(completions)\n"
+    )
+    with pytest.raises(TypeError, match="solution") as failure:
+        scripts[name].train(small(name, reward_fn=[f"{path}:fine", f"{path}:wrong"]))
+    [note] = failure.value.__notes__
+    columns = {
+        "ppo_sentiment": "label, prompts, text",
+        "ppo_dialog": "act, .*dialog, ",
+        "grpo_math": "answer, ",
+    }
+    assert re.match(f"in the reward function wrong, called with .*{columns.get(name, 'prompts')}", note)
 
 
 # ---- Chat --------------------------------------------------------------------------------------------------

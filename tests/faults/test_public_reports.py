@@ -481,9 +481,12 @@ def test_two_runs_in_one_folder(script, small):
     """trl#6947: the second one is refused, even if both found the folder empty."""
     args = small("ppo_sentiment")
     runs = [script.Run(args, script.start_accelerator(args), 1, {}) for _ in range(2)]
-    runs[0].start(4)
+    for run in runs:
+        run.start(4)
+    runs[0].log({"update": 1})
     with pytest.raises(FileExistsError):
-        runs[1].start(4)
+        runs[1].log({"update": 1})
+    assert rows_of(args.output_dir) == [{"update": 1}]
     with pytest.raises(script.UserError, match="holds a run"):
         script.Run(args, script.start_accelerator(args), 1, {})
     unnamed = replace(args, output_dir=None)

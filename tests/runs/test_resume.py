@@ -1,7 +1,9 @@
 """Runs that are stopped and continued end with the same bits as a run that was never stopped."""
 
 import json
+import os
 import random
+import shutil
 import signal
 import time
 from dataclasses import asdict, replace
@@ -14,6 +16,7 @@ from run_tools import (
     SIX_UPDATES,
     assert_same_run,
     distance,
+    flags_of,
     reward_file,
     rows_of,
     script_words,
@@ -64,12 +67,97 @@ def test_a_signal_makes_no_tensor(script, small, monkeypatch):
     """It may come while a GPU records a token step, which a copy to the GPU would end with an error."""
     args = small(SCRIPT)
     run = script.Run(args, script.start_accelerator(args), 1, {})
+    run.start(8)
     handler = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch:
         patch.setattr(script.torch, "tensor", None)
         run.on_signal(signal.SIGTERM, None)
     signal.signal(signal.SIGTERM, handler)
     assert run.got_signal
+
+
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_the_exit_code_names_the_signal(script, small, monkeypatch, number):
+    """It is 128 + the signal's number, and there is a checkpoint."""
+    args = small("ppo_sentiment", total_episodes=24, save_every=0)
+    stop_after(monkeypatch, script, 2, number)
+    with pytest.raises(SystemExit) as end:
+        script.train(args)
+    assert end.value.code == 128 + number
+    assert (Path(args.output_dir) / "checkpoints/000002/state.json").exists()
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("name", ["ppo_sentiment", "sft"])
+def test_a_signal_before_training(scripts, small, monkeypatch, capsys, tmp_path, name, number):
+    """There is nothing to save: one line, and no run folder."""
+    module = scripts[name]
+    monkeypatch.setattr(module, "make_learner", lambda *inputs: signal.raise_signal(number))
+    with pytest.raises(SystemExit) as end:
+        module.main(flags_of(small(name)))
+    assert end.value.code == 128 + number
+    line = f"{name}.py: stopped by {signal.Signals(number).name} before training\n"
+    assert capsys.readouterr().err == line
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_terminal_that_is_closed_may_say_so_twice(script, small):
+    """bash sends SIGHUP to its jobs; when it ends, the kernel sends it again. nohup ignores it."""
+    args = small(SCRIPT)
+    run = script.Run(args, script.start_accelerator(args), 1, {})
+    run.start(8)
+    signal.raise_signal(signal.SIGHUP)
+    assert run.got_signal == signal.SIGHUP
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # from now on, and before, after nohup
+    run = script.Run(args, script.start_accelerator(args), 1, {})
+    signal.raise_signal(signal.SIGHUP)
+    assert run.got_signal is None
+
+
+LOUD = """print("é€" * 50_000)
+if trainer_state.global_step == 1 and len(prompts) == 8:
+    os.kill(os.getpid(), int(os.environ["NUMBER"]))
+return [float(len(text)) for text in completions]""".replace("trainer_state", "columns['trainer_state']")
+
+
+def test_output_that_nobody_reads(small, tmp_path):
+    """`| tee log` is stopped first, by the same Ctrl-C. The run still saves, whatever its functions print."""
+    args = small("ppo_sentiment", total_episodes=24, save_every=0, reward_fn=reward_file(tmp_path, LOUD))
+    words = script_words("ppo_sentiment", args)
+    process = start_process(words, tmp_path, NUMBER=str(int(signal.SIGINT)), PYTHONIOENCODING="latin-1")
+    process.stdout.close()
+    process.stderr.close()
+    assert process.wait() == 130
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["000002"]
+
+
+def test_a_terminal_that_is_closed(small, tmp_path):
+    """Its process gets SIGHUP, and all output fails. The run saves."""
+    args = small("ppo_sentiment", total_episodes=24, save_every=0, reward_fn=reward_file(tmp_path, LOUD))
+    screen, terminal = os.openpty()
+    words = script_words("ppo_sentiment", args)
+    process = start_process(words, tmp_path, terminal, NUMBER=str(int(signal.SIGHUP)))
+    os.close(terminal)
+    os.close(screen)
+    assert process.wait() == 129
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["000002"]
+
+
+@pytest.mark.parametrize("name", ["ppo_sentiment", "sft"])
+def test_a_run_without_an_update_leaves_its_folder_free(scripts, small, monkeypatch, tmp_path, name):
+    """The corrected command can use it."""
+    module = scripts[name]
+    with monkeypatch.context() as patch, pytest.raises(KeyError):
+        patch.setattr(module, "learning_rate", lambda *inputs: {}["mine"])
+        module.train(small(name))
+    assert not (tmp_path / "run").exists()
+    _, folder = module.train(small(name, learning_rate=0.5e-2))
+    assert rows_of(folder)
+    with pytest.raises(module.UserError, match="holds a run"):
+        module.train(small(name))
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -159,6 +247,44 @@ def test_kill_at_a_random_moment(scripts, small, tmp_path, name):
 
 
 # ---- Which checkpoint, which flags -------------------------------------------------------------------------
+
+
+def test_only_the_checkpoints_of_the_run_count(script, small, monkeypatch, capsys):
+    """Copies under other names are neither read nor deleted, and a hidden file stops nothing."""
+    flags = dict(total_episodes=40, save_every=1, keep_checkpoints=1, num_sample_generations=0)
+    _, whole = script.train(small(SCRIPT, "whole", **flags))
+    args = small(SCRIPT, "parts", **flags)
+    folder = Path(args.output_dir) / "checkpoints"
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        stop_after(patch, script, 2)
+        script.train(args)
+    copies = ["000001-keep", "000099", "20261127", "before-change"]
+    for name in copies:
+        shutil.copytree(folder / "000002", folder / name)
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        stop_after(patch, script, 3)
+        resume(script, args.output_dir)
+    (folder / ".DS_Store").write_bytes(b"\0\0\0\1Bud1")
+    capsys.readouterr()
+    resume(script, args.output_dir)
+    assert "after update 3" in capsys.readouterr().out
+    assert_same_run(whole, args.output_dir)
+    assert sorted(path.name for path in folder.iterdir()) == [
+        ".DS_Store",
+        "000001-keep",
+        "000005",
+        *copies[1:],
+    ]
+
+
+def test_checkpoints_are_in_the_order_of_their_numbers(script, small):
+    args = small(SCRIPT)
+    folder = Path(args.output_dir) / "checkpoints"
+    for update in (1_000_000, 999_999, 20):
+        (folder / f"{update:06d}").mkdir(parents=True)
+        (folder / f"{update:06d}/state.json").write_text(json.dumps({"update": update}))
+    run = script.Run(replace(args, resume=args.output_dir), script.start_accelerator(args), 1, {})
+    assert [path.name for path in run.checkpoints()] == ["000020", "999999", "1000000"]
 
 
 def test_default_folder(scripts, small, monkeypatch, tmp_path):
