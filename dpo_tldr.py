@@ -267,6 +267,8 @@ def train(args):
     accelerator.print(
         f"recipe {args.recipe}: {args.model_name_or_path} on {args.dataset_name}, {device}, bf16: {is_bf16}\n"
         f"training: {train_counts}\nheld out: {held_out_counts}\n"
+        f"the first prompt ends with {tokenizer.decode(train_pairs[0]['ids'])[-40:]!r}, its chosen response "
+        f"begins with {tokenizer.decode(train_pairs[0]['responses'][0])[:40]!r}\n"
         f"batch: {n} pairs per pass x {args.gradient_accumulation_steps} accumulated x {world} processes "
         f"= {B} pairs; {updates} optimizer steps"
     )

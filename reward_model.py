@@ -307,6 +307,7 @@ def train(args):
         f"recipe {args.recipe}: {args.model_name_or_path} on {args.dataset_name}, {device}, bf16: {is_bf16}\n"
         f"{head}; {outputs}\n"
         f"{counts}\n"
+        f"the first text ends with {tokenizer.decode(train_rows[0].texts[0])[-80:]!r}\n"
         f"batch: {n} rows per pass x {args.gradient_accumulation_steps} accumulated x {world} processes "
         f"= {B} rows; {updates} optimizer steps"
     )
