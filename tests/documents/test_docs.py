@@ -29,8 +29,9 @@ from run_tools import reward_file, rows_of
 from safetensors.torch import load_file
 
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-import report  # noqa: E402
 from archive import read, run_folder  # noqa: E402
+
+import report  # noqa: E402
 
 pytest_plugins = ["run_fixtures"]
 README = (ROOT / "README.md").read_text()
