@@ -66,6 +66,7 @@ Results, metrics, which lines to change for IPO, SimPO and others: docs/dpo_tldr
 # ///
 
 import copy
+import csv
 import datetime
 import gzip
 import importlib
@@ -76,7 +77,6 @@ import os
 import random
 import re
 import resource
-import runpy
 import shutil
 import signal
 import sys
@@ -86,6 +86,7 @@ from collections import defaultdict
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
@@ -137,6 +138,7 @@ class Args:
 
     # Data
     dataset_name: str = "trl-lib/ultrafeedback_binarized"  # columns [prompt,] chosen, rejected | responses
+    chat_template_kwargs: str | None = None  # template options, in JSON: {"enable_thinking": false}
     max_length: int = 1024  # pairs in which a prompt and response have more tokens are left out
     num_eval_pairs: int = 1_000  # held-out pairs, at most
 
@@ -242,6 +244,7 @@ def train(args):
     B = n * args.gradient_accumulation_steps * world  # pairs per update
 
     tokenizer = load_tokenizer(args.model_name_or_path)
+    set_template_options(tokenizer, args)
     refuse_appended_eos(tokenizer, args.model_name_or_path)
     train_rows, held_out_rows = load_splits(args.dataset_name)
     # A pair is a dict. ids: tokens of the prompt; responses: tokens of the chosen and of the rejected one,
@@ -388,7 +391,6 @@ def evaluate_samples(policy, posts, tokenizer, args, accelerator, ref_model):
     policy.eval()
     device, T = accelerator.device, args.response_length
     stop_ids = end_tokens(policy, tokenizer).to(device)
-    text_of = partial(tokenizer.batch_decode, skip_special_tokens=True)
     # One random number per token. With the same posts, seed and T, rloo_tldr.py draws the same ones.
     uniforms = torch.rand(len(posts), T, generator=generator_for(args.seed, "tokens", "held-out")).to(device)
     rows = []
@@ -404,10 +406,15 @@ def evaluate_samples(policy, posts, tokenizer, args, accelerator, ref_model):
             ids = torch.cat([ids, tokens], 1)
             mask = torch.cat([mask, valid], 1)
             ref_logprobs = logprobs_of_reference(ref_model, policy, ids, mask, T, args.temperature)
+            # The texts, without the tokens that end them.
+            prompt_tokens = [post["ids"] for post in chunk]
+            is_text = ~torch.isin(tokens, stop_ids)
+            prompts, responses = decode(tokenizer, prompt_tokens, list_tokens(tokens, valid & is_text))
+            references = [[*takewhile(lambda x: x not in stop_ids, post["responses"][0])] for post in chunk]
             columns = {
-                "prompt": text_of([post["ids"] for post in chunk]),
-                "reference": text_of([post["responses"][0] for post in chunk]),
-                "response": text_of(tokens.where(valid, tokenizer.pad_token_id)),
+                "prompt": prompts,
+                "reference": decode(tokenizer, prompt_tokens, references)[1],
+                "response": responses,
                 "score": [None] * len(chunk),
                 "kl": (logprobs.where(valid, 0.0) - ref_logprobs).sum(1).tolist(),
                 "stopped": (torch.isin(tokens, stop_ids) & valid).any(1).tolist(),
@@ -418,8 +425,8 @@ def evaluate_samples(policy, posts, tokenizer, args, accelerator, ref_model):
     gathered = {name: [row[name] for row in rows] for name in rows[0]}
     metrics = {}
     if args.judge_fn is not None and accelerator.is_main_process:  # the others would make the same calls
-        path, _, name = args.judge_fn.rpartition(":")
-        ask = partial(runpy.run_path(resolve_path(path))[name], prompts=gathered["prompt"])
+        [judge] = load_functions([args.judge_fn]).values()
+        ask = partial(judge, prompts=gathered["prompt"])
         with torch.autocast(device.type, enabled=False):
             scores = torch.tensor(ask(completions=gathered["response"]), dtype=torch.float32)  # [posts]
             reference_scores = torch.tensor(ask(completions=gathered["reference"]), dtype=torch.float32)
@@ -844,6 +851,26 @@ def refuse_appended_eos(tokenizer, name):
         raise UserError(f"{name}: its tokenizer appends EOS to every text; set add_eos_token to false")
 
 
+def refuse_two_bos(tokenizer, texts):
+    """Raise if a text (a list of token ids) begins with BOS twice: one of its own, and the tokenizer's."""
+    if tokenizer.bos_token_id is not None and any(ids[:2] == 2 * [tokenizer.bos_token_id] for ids in texts):
+        raise UserError("a text begins with BOS twice: the tokenizer adds one, so remove it from the data")
+
+
+def set_template_options(tokenizer, args):
+    """Make the values of --chat-template-kwargs the defaults of the chat template.
+
+    The template is saved with the model, so the next script and plain transformers render chats alike.
+    """
+    # transformers passes these itself, so their defaults would have no effect.
+    passed = {"messages", "tools", "documents", "add_generation_prompt", *tokenizer.special_tokens_map}
+    for name, value in json.loads(args.chat_template_kwargs or "{}").items():
+        template = tokenizer.chat_template or ""
+        if name in passed or not re.search(rf"\b{name}\b", template):
+            raise UserError(f"--chat-template-kwargs: the chat template has no option {name}")
+        tokenizer.chat_template = f"{{% set {name} = {name} | default({value!r}) %}}\n{template}"
+
+
 def load_lm(args):
     """The language model that is trained, with an adapter if --lora-r asks for one."""
     lm = load_model(AutoModelForCausalLM, args.model_name_or_path, **eight_bit(args))
@@ -945,9 +972,18 @@ def add_lora(model, args):
 
 
 def end_tokens(lm, tokenizer):
-    """The ids of the tokens that end a response: EOS, or the ends of a chat model's turn. -> [any number]"""
+    """The ids of the tokens that end a response. -> [any number]
+
+    They are the tokenizer's EOS, those of the model's generation_config, and what ends an answer in the chat
+    template: the first special token after it. (A base model may have another EOS than its template.)
+    """
     eos = lm.generation_config.eos_token_id  # an id, a list of ids, or None
     ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
+    if tokenizer.chat_template is not None:
+        chat = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}]
+        _, _, end = tokenizer.apply_chat_template(chat, tokenize=False).partition("ANSWER")
+        special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        ids |= {*[i for i in tokenizer(end, add_special_tokens=False).input_ids if i in special][:1]}
     return torch.tensor(sorted(ids))
 
 
@@ -966,22 +1002,31 @@ def save_policy(policy, tokenizer, folder):
 def load_splits(name):
     """The training and held-out rows of a data set, as lists of dict.
 
-    name: a folder with train.jsonl (or train.jsonl.gz, or train-*.jsonl), or anything that
-    datasets.load_dataset reads, as NAME or NAME:CONFIG. The held-out rows are the split test; without it,
-    validation; without both, a random tenth of train (the same one for every --seed).
+    name: a file that read_rows reads, which is train; a folder with such files, named after their splits
+    (train.jsonl, or parts: train-*.jsonl); or anything that datasets.load_dataset reads, as NAME or
+    NAME:CONFIG. The held-out rows are the split test; without it, validation; without both, a random tenth of
+    train (the same one for every --seed).
     """
-    splits, folder = {}, Path(resolve_path(name))
-    for split in ("train", "validation", "test"):
-        for pattern in (f"{split}.jsonl", f"{split}.jsonl.gz", f"{split}-*.jsonl"):
-            paths = sorted(folder.glob(pattern))
-            if paths and split not in splits:
-                splits[split] = [row for path in paths for row in read_rows(path)]
+    splits, path = {}, Path(resolve_path(name))
+    if path.is_file():
+        splits["train"] = read_rows(path)
+    for split, names in (("train", "train"), ("validation", "validation|valid|val|dev"), ("test", "test")):
+        pattern = rf"({names})(-.*)?\.(jsonl|jsonl\.gz|csv|parquet)"
+        files = [file for file in sorted(path.glob("*")) if re.fullmatch(pattern, file.name)]
+        if len({re.sub(r"-.*(?=\.)", "-", file.name) for file in files}) > 1:  # not parts of one file
+            raise UserError(f"{name}: which file is {split}? {', '.join(file.name for file in files)}")
+        if files:
+            splits[split] = [row for file in files for row in read_rows(file)]
     if not splits:
         path, _, config = resolve_path(name).partition(":")
         loaded = datasets.load_dataset(path, config or None)
-        if Path(path).exists() and any(rows.info.builder_name == "json" for rows in loaded.values()):
-            # Its reader turns "2024-01-15" into a timestamp, and a 1 next to a 2.5 into 1.0.
-            raise UserError(f"{name}: JSON files must be train.jsonl and test.jsonl, one object per line")
+        readers = {rows.info.builder_name for rows in loaded.values()}
+        if Path(path).exists() and readers & {"json", "csv"}:
+            # They turn "2024-01-15" into a timestamp, "NA" into None, and a 1 next to a 2.5 into 1.0.
+            raise UserError(
+                f"{name}: JSON files must be train.jsonl and test.jsonl, one object per line, csv files "
+                "train.csv and test.csv"
+            )
         splits = {split: rows.to_list() for split, rows in loaded.items()}
     if not splits.keys() & {"train", "validation", "test"}:
         raise UserError(f"{name}: its splits are {', '.join(splits)}, but they must be called train and test")
@@ -1000,9 +1045,21 @@ def load_splits(name):
 
 
 def read_rows(path):
-    """The rows of a jsonl file, which may be compressed, with their values as they are. -> list of dict"""
+    """The rows of a file (.jsonl, .jsonl.gz, .csv, .parquet), with their values as they are. -> list of dict
+
+    In a csv file, all values are texts: 007 is "007", and an empty cell is "".
+    """
+    if path.suffix == ".parquet":
+        return datasets.Dataset.from_parquet(str(path)).to_list()
     rows = []
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig", newline="") as file:
+        if path.suffix == ".csv":
+            reader = csv.DictReader(file, strict=True)
+            for row in reader:
+                if len(row) != len(reader.fieldnames) or None in row.values():
+                    raise UserError(f"{path}, line {reader.line_num}: not one value for each column")
+                rows.append(row)
+            return rows
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
@@ -1087,6 +1144,7 @@ def find_prompt(row, responses, name):
     prompt = row.get("prompt") or ""
     is_contained = False
     if is_chat(responses[0]):
+        refuse_template_columns(row, name)
         roles = [message["role"] for message in responses[0]]
         is_contained = "user" in roles[: [*roles, "assistant"].index("assistant")]
     if is_chat(prompt):
@@ -1122,6 +1180,7 @@ def tokenize_pair(tokenizer, prompt, responses):
     else:
         response_ids = tokenizer(responses, add_special_tokens=False).input_ids
         texts = [tokenizer(prompt).input_ids + with_eos(ids, tokenizer) for ids in response_ids]
+        refuse_two_bos(tokenizer, texts)
     # Where does the prompt end? In texts with a prompt: where its own tokens end. In texts without one: at
     # the first token in which the two differ. In chats, it is what the two chats and the prompt alone begin
     # with. That may be less than the prompt: a template may add "<think>" to a prompt alone, or its last
@@ -1167,7 +1226,9 @@ def choose_rows(rows, count, seed):
 def tokenize_prompt(tokenizer, prompt):
     """The token ids of a prompt, which is a text or a list of messages. -> list"""
     if not is_chat(prompt):
-        return tokenizer(prompt).input_ids
+        ids = tokenizer(prompt).input_ids
+        refuse_two_bos(tokenizer, [ids])
+        return ids
     return tokenizer(render_chat(tokenizer, prompt, is_prompt=True), add_special_tokens=False).input_ids
 
 
@@ -1178,6 +1239,13 @@ def is_chat(value):
     return isinstance(value, list) and len(value) > 0
 
 
+def refuse_template_columns(row, name):
+    """Raise if a row with a chat has other columns that its chat template would need."""
+    for column in ("tools", "chat_template_kwargs", "images", "image"):
+        if row.get(column):
+            raise UserError(f"{name}: chats with the column {column} are not supported")
+
+
 def render_chat(tokenizer, messages, is_prompt=False):
     """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
     one, so tokenize it with add_special_tokens=False.
@@ -1185,6 +1253,14 @@ def render_chat(tokenizer, messages, is_prompt=False):
     is_prompt: end where the assistant continues: after the header of its turn or, if the last message is its
     own, inside that message. -> str
     """
+    for message in messages:
+        if not isinstance(message.get("content"), str):  # templates write a list as Python prints it
+            raise UserError(f"the content of a message must be a text: {str(message)[:200]}")
+        others = {key for key, x in message.items() if x not in (None, "", [], {})} - {"role", "content"}
+        if others:  # the template may read them, as message.key or message['key']
+            others -= {*re.findall(r"""[.'"](\w+)""", str(tokenizer.chat_template))}
+        if others:
+            raise UserError(f"a message has {sorted(others)}, which the chat template does not read")
     is_begun = messages[-1]["role"] == "assistant" and is_prompt  # the policy goes on with this message
     return tokenizer.apply_chat_template(
         messages,
@@ -1192,6 +1268,49 @@ def render_chat(tokenizer, messages, is_prompt=False):
         add_generation_prompt=is_prompt and not is_begun,
         continue_final_message=is_begun,
     )
+
+
+def decode(tokenizer, prompt_tokens, response_tokens):
+    """The texts of prompts and responses, from lists of token ids. -> prompts, responses (lists of str)
+
+    Some tokenizers drop the first space of what they decode. So prompt and response are decoded together, and
+    the text of the prompt is cut off. Of the special tokens only BOS, EOS and pad are left out: another one,
+    such as <answer>, is a part of the text.
+    """
+    left_out = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+
+    def text_of(tokens):
+        return tokenizer.decode([token for token in tokens if token not in left_out])
+
+    prompts, responses = [], []
+    for prompt, response in zip(prompt_tokens, response_tokens):
+        text = text_of(prompt + response)
+        # Not the length of the prompt: a response may complete its last character.
+        start = len(os.path.commonprefix([text_of(prompt), text]))
+        prompts.append(text[:start])
+        responses.append(text[start:])
+    return prompts, responses
+
+
+def list_tokens(ids, mask):
+    """The token ids of each row where the mask is True. [B, L], bool [B, L] -> list of B lists"""
+    return [row[m].tolist() for row, m in zip(ids.cpu(), mask.cpu())]
+
+
+def load_functions(names):
+    """Import functions that are named FILE.py:function. -> dict: name -> function"""
+    functions = {}
+    for name in names:
+        path, _, function = name.rpartition(":")
+        if not path:
+            raise UserError(f"{name}: name a reward function as FILE.py:function")
+        path = Path(resolve_path(path)).absolute()
+        sys.path.insert(0, str(path.parent))  # so that the file can import its neighbors
+        module = importlib.import_module(path.stem)
+        if Path(module.__file__) != path or function in functions:
+            raise UserError(f"{name}: there is another module {path.stem}, or another function {function}")
+        functions[function] = getattr(module, function)
+    return functions
 
 
 def set_global_seed(seed, *purpose):

@@ -54,6 +54,7 @@ to change for what: docs/grpo_math.md.
 # ///
 
 import copy
+import csv
 import datetime
 import gzip
 import importlib
@@ -129,13 +130,14 @@ class Args:
     lora_target_modules: str = "all-linear"  # layers with an adapter: comma-separated names, or all-linear
 
     # Tasks and rewards
-    dataset_name: str = "openai/gsm8k:main"  # Hub name, NAME:CONFIG, or folder; rewards get all columns
+    dataset_name: str = "openai/gsm8k:main"  # Hub name, NAME:CONFIG, folder, file; rewards get all columns
     num_train_rows: int | None = None  # train on only N rows, drawn at random; None: on all
     hard_dataset_name: str | None = None  # harder tasks: its held-out rows are solved too, same reward
     prompt_template: str | None = "{question}"  # makes prompts, if the data have no column prompt
     system_prompt: str | None = (  # system message of each chat, or text before each prompt
         "Think step by step, and put your final answer within \\boxed{}."
     )
+    chat_template_kwargs: str | None = None  # template options, in JSON: {"enable_thinking": false}
     reward_fn: list[str] = field(  # FILE.py:function ...; f(completions, **columns) -> one number for each
         default_factory=lambda: ["data/math_rewards.py:correct"]
     )
@@ -143,7 +145,7 @@ class Args:
     max_prompt_length: int = 512  # tasks whose prompt has more tokens are skipped
     response_length: int = 512  # longest response, in tokens
     stop_token: Literal["eos"] | None = "eos"  # end at EOS and the model's other stop tokens; None: never
-    stop_token_id: int | None = None  # end responses at this token id only, instead of --stop-token
+    stop_token_id: list[int] | None = None  # end responses at these token ids only; replaces --stop-token
     temperature: float = 1.0  # sampling temperature; all log-probabilities use it too
 
     # Batch. Responses per update: per_device_train_batch_size x gradient_accumulation_steps x
@@ -270,6 +272,7 @@ def train(args):
     run = Run(args, accelerator, updates, status)
 
     tokenizer = load_tokenizer(args.model_name_or_path)
+    set_template_options(tokenizer, args)
     refuse_appended_eos(tokenizer, args.model_name_or_path)
     reward_functions = load_functions(args.reward_fn)  # early, so that a typo shows before a model is loaded
     train_tasks, held_out, counts = load_all_tasks(args, tokenizer)
@@ -712,10 +715,11 @@ def sample_responses(policy, tokenizer, stop_ids, get_scores, batch, args):
 
     # 2. Decode and reward.
     response_tokens = list_tokens(tokens, valid)
-    text_tokens = response_tokens
-    # EOS is cut from the text. A stop token that you chose stays, if it is text, such as ".".
-    if args.stop_token_id in (None, *tokenizer.all_special_ids):
-        text_tokens = list_tokens(tokens, valid & ~is_stop)
+    # A stop token is cut from the text. But one that you chose stays if it is text, such as ".".
+    cut_ids = {*stop_ids.tolist()}
+    if args.stop_token_id is not None:
+        cut_ids &= {*tokenizer.all_special_ids}
+    text_tokens = [ids[:-1] if ids[-1] in cut_ids else ids for ids in response_tokens]
     _, responses = decode(tokenizer, list_tokens(prompt_ids, prompt_mask), text_tokens)  # P * k str
     examples = [example for example in batch["examples"] for _ in range(k)]
     scores_by_name = get_scores(examples, responses, response_tokens)  # name -> [P * k]
@@ -1121,6 +1125,26 @@ def refuse_appended_eos(tokenizer, name):
         raise UserError(f"{name}: its tokenizer appends EOS to every text; set add_eos_token to false")
 
 
+def refuse_two_bos(tokenizer, texts):
+    """Raise if a text (a list of token ids) begins with BOS twice: one of its own, and the tokenizer's."""
+    if tokenizer.bos_token_id is not None and any(ids[:2] == 2 * [tokenizer.bos_token_id] for ids in texts):
+        raise UserError("a text begins with BOS twice: the tokenizer adds one, so remove it from the data")
+
+
+def set_template_options(tokenizer, args):
+    """Make the values of --chat-template-kwargs the defaults of the chat template.
+
+    The template is saved with the model, so the next script and plain transformers render chats alike.
+    """
+    # transformers passes these itself, so their defaults would have no effect.
+    passed = {"messages", "tools", "documents", "add_generation_prompt", *tokenizer.special_tokens_map}
+    for name, value in json.loads(args.chat_template_kwargs or "{}").items():
+        template = tokenizer.chat_template or ""
+        if name in passed or not re.search(rf"\b{name}\b", template):
+            raise UserError(f"--chat-template-kwargs: the chat template has no option {name}")
+        tokenizer.chat_template = f"{{% set {name} = {name} | default({value!r}) %}}\n{template}"
+
+
 @torch.no_grad()
 def check_group_model(lm, name, max_tokens):
     """Refuse a model unless sampling, update and the model itself compute the same log-probabilities.
@@ -1484,22 +1508,31 @@ def reward_means(b):
 def load_splits(name):
     """The training and held-out rows of a data set, as lists of dict.
 
-    name: a folder with train.jsonl (or train.jsonl.gz, or train-*.jsonl), or anything that
-    datasets.load_dataset reads, as NAME or NAME:CONFIG. The held-out rows are the split test; without it,
-    validation; without both, a random tenth of train (the same one for every --seed).
+    name: a file that read_rows reads, which is train; a folder with such files, named after their splits
+    (train.jsonl, or parts: train-*.jsonl); or anything that datasets.load_dataset reads, as NAME or
+    NAME:CONFIG. The held-out rows are the split test; without it, validation; without both, a random tenth of
+    train (the same one for every --seed).
     """
-    splits, folder = {}, Path(resolve_path(name))
-    for split in ("train", "validation", "test"):
-        for pattern in (f"{split}.jsonl", f"{split}.jsonl.gz", f"{split}-*.jsonl"):
-            paths = sorted(folder.glob(pattern))
-            if paths and split not in splits:
-                splits[split] = [row for path in paths for row in read_rows(path)]
+    splits, path = {}, Path(resolve_path(name))
+    if path.is_file():
+        splits["train"] = read_rows(path)
+    for split, names in (("train", "train"), ("validation", "validation|valid|val|dev"), ("test", "test")):
+        pattern = rf"({names})(-.*)?\.(jsonl|jsonl\.gz|csv|parquet)"
+        files = [file for file in sorted(path.glob("*")) if re.fullmatch(pattern, file.name)]
+        if len({re.sub(r"-.*(?=\.)", "-", file.name) for file in files}) > 1:  # not parts of one file
+            raise UserError(f"{name}: which file is {split}? {', '.join(file.name for file in files)}")
+        if files:
+            splits[split] = [row for file in files for row in read_rows(file)]
     if not splits:
         path, _, config = resolve_path(name).partition(":")
         loaded = datasets.load_dataset(path, config or None)
-        if Path(path).exists() and any(rows.info.builder_name == "json" for rows in loaded.values()):
-            # Its reader turns "2024-01-15" into a timestamp, and a 1 next to a 2.5 into 1.0.
-            raise UserError(f"{name}: JSON files must be train.jsonl and test.jsonl, one object per line")
+        readers = {rows.info.builder_name for rows in loaded.values()}
+        if Path(path).exists() and readers & {"json", "csv"}:
+            # They turn "2024-01-15" into a timestamp, "NA" into None, and a 1 next to a 2.5 into 1.0.
+            raise UserError(
+                f"{name}: JSON files must be train.jsonl and test.jsonl, one object per line, csv files "
+                "train.csv and test.csv"
+            )
         splits = {split: rows.to_list() for split, rows in loaded.items()}
     if not splits.keys() & {"train", "validation", "test"}:
         raise UserError(f"{name}: its splits are {', '.join(splits)}, but they must be called train and test")
@@ -1518,9 +1551,21 @@ def load_splits(name):
 
 
 def read_rows(path):
-    """The rows of a jsonl file, which may be compressed, with their values as they are. -> list of dict"""
+    """The rows of a file (.jsonl, .jsonl.gz, .csv, .parquet), with their values as they are. -> list of dict
+
+    In a csv file, all values are texts: 007 is "007", and an empty cell is "".
+    """
+    if path.suffix == ".parquet":
+        return datasets.Dataset.from_parquet(str(path)).to_list()
     rows = []
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig", newline="") as file:
+        if path.suffix == ".csv":
+            reader = csv.DictReader(file, strict=True)
+            for row in reader:
+                if len(row) != len(reader.fieldnames) or None in row.values():
+                    raise UserError(f"{path}, line {reader.line_num}: not one value for each column")
+                rows.append(row)
+            return rows
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
@@ -1579,6 +1624,8 @@ def task_prompt(row, tokenizer, args):
         return None
     if "prompt" in row:
         prompt = row["prompt"]
+        if is_chat(prompt):
+            refuse_template_columns(row, args.dataset_name)
     else:
         prompt = args.prompt_template.format(**row)
         if tokenizer.chat_template is not None:
@@ -1601,7 +1648,9 @@ def choose_tasks(tasks, args):
 def tokenize_prompt(tokenizer, prompt):
     """The token ids of a prompt, which is a text or a list of messages. -> list"""
     if not is_chat(prompt):
-        return tokenizer(prompt).input_ids
+        ids = tokenizer(prompt).input_ids
+        refuse_two_bos(tokenizer, [ids])
+        return ids
     return tokenizer(render_chat(tokenizer, prompt, is_prompt=True), add_special_tokens=False).input_ids
 
 
@@ -1612,6 +1661,13 @@ def is_chat(value):
     return isinstance(value, list) and len(value) > 0
 
 
+def refuse_template_columns(row, name):
+    """Raise if a row with a chat has other columns that its chat template would need."""
+    for column in ("tools", "chat_template_kwargs", "images", "image"):
+        if row.get(column):
+            raise UserError(f"{name}: chats with the column {column} are not supported")
+
+
 def render_chat(tokenizer, messages, is_prompt=False):
     """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
     one, so tokenize it with add_special_tokens=False.
@@ -1619,6 +1675,14 @@ def render_chat(tokenizer, messages, is_prompt=False):
     is_prompt: end where the assistant continues: after the header of its turn or, if the last message is its
     own, inside that message. -> str
     """
+    for message in messages:
+        if not isinstance(message.get("content"), str):  # templates write a list as Python prints it
+            raise UserError(f"the content of a message must be a text: {str(message)[:200]}")
+        others = {key for key, x in message.items() if x not in (None, "", [], {})} - {"role", "content"}
+        if others:  # the template may read them, as message.key or message['key']
+            others -= {*re.findall(r"""[.'"](\w+)""", str(tokenizer.chat_template))}
+        if others:
+            raise UserError(f"a message has {sorted(others)}, which the chat template does not read")
     is_begun = messages[-1]["role"] == "assistant" and is_prompt  # the policy goes on with this message
     return tokenizer.apply_chat_template(
         messages,
@@ -1668,20 +1732,33 @@ def set_global_seed(seed, *purpose):
 
 
 def find_stop_tokens(args, tokenizer, policy):
-    """The ids of the tokens that end a response. -> [any number]
-
-    Chat models have several: the tokenizer's EOS, and the ends of a turn in the model's generation_config.
-    """
+    """The ids of the tokens that end a response, as the flags say. -> [any number]"""
     if args.stop_token_id is not None:
-        if not 0 <= args.stop_token_id < policy.config.get_text_config().vocab_size:
+        vocabulary = range(policy.config.get_text_config().vocab_size)
+        if not args.stop_token_id or not {*args.stop_token_id} <= {*vocabulary}:
             raise UserError(f"--stop-token-id {args.stop_token_id}: the model has no such token")
-        return torch.tensor([args.stop_token_id])
+        return torch.tensor(args.stop_token_id)
     if args.stop_token is None:
         return torch.tensor([-1])  # no token has this id
-    eos = policy.generation_config.eos_token_id  # an id, a list of ids, or None
-    ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
-    if not ids:
+    ids = end_tokens(policy, tokenizer)
+    if len(ids) == 0:
         raise UserError("the tokenizer has no EOS token: use --stop-token-id, or --stop-token None")
+    return ids
+
+
+def end_tokens(lm, tokenizer):
+    """The ids of the tokens that end a response. -> [any number]
+
+    They are the tokenizer's EOS, those of the model's generation_config, and what ends an answer in the chat
+    template: the first special token after it. (A base model may have another EOS than its template.)
+    """
+    eos = lm.generation_config.eos_token_id  # an id, a list of ids, or None
+    ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
+    if tokenizer.chat_template is not None:
+        chat = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}]
+        _, _, end = tokenizer.apply_chat_template(chat, tokenize=False).partition("ANSWER")
+        special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        ids |= {*[i for i in tokenizer(end, add_special_tokens=False).input_ids if i in special][:1]}
     return torch.tensor(sorted(ids))
 
 

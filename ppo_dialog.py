@@ -51,6 +51,7 @@ for what: docs/ppo_dialog.md.
 # ///
 
 import copy
+import csv
 import datetime
 import gzip
 import importlib
@@ -1634,22 +1635,31 @@ def meteor_matches():
 def load_splits(name):
     """The training and held-out rows of a data set, as lists of dict.
 
-    name: a folder with train.jsonl (or train.jsonl.gz, or train-*.jsonl), or anything that
-    datasets.load_dataset reads, as NAME or NAME:CONFIG. The held-out rows are the split test; without it,
-    validation; without both, a random tenth of train (the same one for every --seed).
+    name: a file that read_rows reads, which is train; a folder with such files, named after their splits
+    (train.jsonl, or parts: train-*.jsonl); or anything that datasets.load_dataset reads, as NAME or
+    NAME:CONFIG. The held-out rows are the split test; without it, validation; without both, a random tenth of
+    train (the same one for every --seed).
     """
-    splits, folder = {}, Path(resolve_path(name))
-    for split in ("train", "validation", "test"):
-        for pattern in (f"{split}.jsonl", f"{split}.jsonl.gz", f"{split}-*.jsonl"):
-            paths = sorted(folder.glob(pattern))
-            if paths and split not in splits:
-                splits[split] = [row for path in paths for row in read_rows(path)]
+    splits, path = {}, Path(resolve_path(name))
+    if path.is_file():
+        splits["train"] = read_rows(path)
+    for split, names in (("train", "train"), ("validation", "validation|valid|val|dev"), ("test", "test")):
+        pattern = rf"({names})(-.*)?\.(jsonl|jsonl\.gz|csv|parquet)"
+        files = [file for file in sorted(path.glob("*")) if re.fullmatch(pattern, file.name)]
+        if len({re.sub(r"-.*(?=\.)", "-", file.name) for file in files}) > 1:  # not parts of one file
+            raise UserError(f"{name}: which file is {split}? {', '.join(file.name for file in files)}")
+        if files:
+            splits[split] = [row for file in files for row in read_rows(file)]
     if not splits:
         path, _, config = resolve_path(name).partition(":")
         loaded = datasets.load_dataset(path, config or None)
-        if Path(path).exists() and any(rows.info.builder_name == "json" for rows in loaded.values()):
-            # Its reader turns "2024-01-15" into a timestamp, and a 1 next to a 2.5 into 1.0.
-            raise UserError(f"{name}: JSON files must be train.jsonl and test.jsonl, one object per line")
+        readers = {rows.info.builder_name for rows in loaded.values()}
+        if Path(path).exists() and readers & {"json", "csv"}:
+            # They turn "2024-01-15" into a timestamp, "NA" into None, and a 1 next to a 2.5 into 1.0.
+            raise UserError(
+                f"{name}: JSON files must be train.jsonl and test.jsonl, one object per line, csv files "
+                "train.csv and test.csv"
+            )
         splits = {split: rows.to_list() for split, rows in loaded.items()}
     if not splits.keys() & {"train", "validation", "test"}:
         raise UserError(f"{name}: its splits are {', '.join(splits)}, but they must be called train and test")
@@ -1668,9 +1678,21 @@ def load_splits(name):
 
 
 def read_rows(path):
-    """The rows of a jsonl file, which may be compressed, with their values as they are. -> list of dict"""
+    """The rows of a file (.jsonl, .jsonl.gz, .csv, .parquet), with their values as they are. -> list of dict
+
+    In a csv file, all values are texts: 007 is "007", and an empty cell is "".
+    """
+    if path.suffix == ".parquet":
+        return datasets.Dataset.from_parquet(str(path)).to_list()
     rows = []
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig", newline="") as file:
+        if path.suffix == ".csv":
+            reader = csv.DictReader(file, strict=True)
+            for row in reader:
+                if len(row) != len(reader.fieldnames) or None in row.values():
+                    raise UserError(f"{path}, line {reader.line_num}: not one value for each column")
+                rows.append(row)
+            return rows
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:

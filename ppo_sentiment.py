@@ -46,6 +46,7 @@ RLHF with PPO (Huang et al. 2024). Results, metrics, which lines to change for w
 # ///
 
 import copy
+import csv
 import datetime
 import gzip
 import importlib
@@ -134,7 +135,7 @@ class Args:
     response_min_length: int = 4  # a response has a random length limit, in tokens, from this ...
     response_length: int = 16  # ... to this, as in TRL's example; EOS may end it earlier
     stop_token: Literal["eos"] | None = "eos"  # end at EOS and the model's other stop tokens; None: never
-    stop_token_id: int | None = None  # end responses at this token id only, instead of --stop-token
+    stop_token_id: list[int] | None = None  # end responses at these token ids only; replaces --stop-token
     temperature: float = 1.0  # sampling temperature; all log-probabilities use it too
 
     # Batch. Episodes per update: per_device_train_batch_size x gradient_accumulation_steps x num_mini_batches
@@ -616,10 +617,11 @@ def rollout(model, ref_model, tokenizer, stop_ids, get_scores, batch, args):
     # 2. Decode and score. The reward reads text, because it may have another tokenizer.
     prompt_tokens = list_tokens(prompt_ids, prompt_mask)
     response_tokens = list_tokens(tokens, valid)
-    text_tokens = response_tokens
-    # EOS is cut from the text. A stop token that you chose stays, if it is text, such as ".".
-    if args.stop_token_id in (None, *tokenizer.all_special_ids):
-        text_tokens = list_tokens(tokens, valid & ~is_stop)
+    # A stop token is cut from the text. But one that you chose stays if it is text, such as ".".
+    cut_ids = {*stop_ids.tolist()}
+    if args.stop_token_id is not None:
+        cut_ids &= {*tokenizer.all_special_ids}
+    text_tokens = [ids[:-1] if ids[-1] in cut_ids else ids for ids in response_tokens]
     prompts, responses = decode(tokenizer, prompt_tokens, text_tokens)  # lists of B str
     data_rows = [review["columns"] for review in batch["reviews"]]
     scores_by_name = get_scores(data_rows, prompts, responses, response_tokens)  # name -> [B]
@@ -1064,6 +1066,12 @@ def refuse_appended_eos(tokenizer, name):
         raise UserError(f"{name}: its tokenizer appends EOS to every text; set add_eos_token to false")
 
 
+def refuse_two_bos(tokenizer, texts):
+    """Raise if a text (a list of token ids) begins with BOS twice: one of its own, and the tokenizer's."""
+    if tokenizer.bos_token_id is not None and any(ids[:2] == 2 * [tokenizer.bos_token_id] for ids in texts):
+        raise UserError("a text begins with BOS twice: the tokenizer adds one, so remove it from the data")
+
+
 @torch.no_grad()
 def check_model(lm, name, max_tokens):
     """Refuse a model unless sampling, update and the model itself compute the same log-probabilities.
@@ -1417,22 +1425,31 @@ def reward_means(b):
 def load_splits(name):
     """The training and held-out rows of a data set, as lists of dict.
 
-    name: a folder with train.jsonl (or train.jsonl.gz, or train-*.jsonl), or anything that
-    datasets.load_dataset reads, as NAME or NAME:CONFIG. The held-out rows are the split test; without it,
-    validation; without both, a random tenth of train (the same one for every --seed).
+    name: a file that read_rows reads, which is train; a folder with such files, named after their splits
+    (train.jsonl, or parts: train-*.jsonl); or anything that datasets.load_dataset reads, as NAME or
+    NAME:CONFIG. The held-out rows are the split test; without it, validation; without both, a random tenth of
+    train (the same one for every --seed).
     """
-    splits, folder = {}, Path(resolve_path(name))
-    for split in ("train", "validation", "test"):
-        for pattern in (f"{split}.jsonl", f"{split}.jsonl.gz", f"{split}-*.jsonl"):
-            paths = sorted(folder.glob(pattern))
-            if paths and split not in splits:
-                splits[split] = [row for path in paths for row in read_rows(path)]
+    splits, path = {}, Path(resolve_path(name))
+    if path.is_file():
+        splits["train"] = read_rows(path)
+    for split, names in (("train", "train"), ("validation", "validation|valid|val|dev"), ("test", "test")):
+        pattern = rf"({names})(-.*)?\.(jsonl|jsonl\.gz|csv|parquet)"
+        files = [file for file in sorted(path.glob("*")) if re.fullmatch(pattern, file.name)]
+        if len({re.sub(r"-.*(?=\.)", "-", file.name) for file in files}) > 1:  # not parts of one file
+            raise UserError(f"{name}: which file is {split}? {', '.join(file.name for file in files)}")
+        if files:
+            splits[split] = [row for file in files for row in read_rows(file)]
     if not splits:
         path, _, config = resolve_path(name).partition(":")
         loaded = datasets.load_dataset(path, config or None)
-        if Path(path).exists() and any(rows.info.builder_name == "json" for rows in loaded.values()):
-            # Its reader turns "2024-01-15" into a timestamp, and a 1 next to a 2.5 into 1.0.
-            raise UserError(f"{name}: JSON files must be train.jsonl and test.jsonl, one object per line")
+        readers = {rows.info.builder_name for rows in loaded.values()}
+        if Path(path).exists() and readers & {"json", "csv"}:
+            # They turn "2024-01-15" into a timestamp, "NA" into None, and a 1 next to a 2.5 into 1.0.
+            raise UserError(
+                f"{name}: JSON files must be train.jsonl and test.jsonl, one object per line, csv files "
+                "train.csv and test.csv"
+            )
         splits = {split: rows.to_list() for split, rows in loaded.items()}
     if not splits.keys() & {"train", "validation", "test"}:
         raise UserError(f"{name}: its splits are {', '.join(splits)}, but they must be called train and test")
@@ -1451,9 +1468,21 @@ def load_splits(name):
 
 
 def read_rows(path):
-    """The rows of a jsonl file, which may be compressed, with their values as they are. -> list of dict"""
+    """The rows of a file (.jsonl, .jsonl.gz, .csv, .parquet), with their values as they are. -> list of dict
+
+    In a csv file, all values are texts: 007 is "007", and an empty cell is "".
+    """
+    if path.suffix == ".parquet":
+        return datasets.Dataset.from_parquet(str(path)).to_list()
     rows = []
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig", newline="") as file:
+        if path.suffix == ".csv":
+            reader = csv.DictReader(file, strict=True)
+            for row in reader:
+                if len(row) != len(reader.fieldnames) or None in row.values():
+                    raise UserError(f"{path}, line {reader.line_num}: not one value for each column")
+                rows.append(row)
+            return rows
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
@@ -1472,6 +1501,7 @@ def load_reviews(rows, tokenizer, args):
     texts = [row["text"] for row in rows]
     reviews = []
     for row, ids in zip(rows, tokenizer(texts).input_ids if texts else []):
+        refuse_two_bos(tokenizer, [ids])
         if len(ids) >= args.query_min_length:
             reviews.append({"ids": ids[: args.query_max_length], "columns": row})
     if not reviews:
@@ -1512,20 +1542,33 @@ def set_global_seed(seed, *purpose):
 
 
 def find_stop_tokens(args, tokenizer, policy):
-    """The ids of the tokens that end a response. -> [any number]
-
-    Chat models have several: the tokenizer's EOS, and the ends of a turn in the model's generation_config.
-    """
+    """The ids of the tokens that end a response, as the flags say. -> [any number]"""
     if args.stop_token_id is not None:
-        if not 0 <= args.stop_token_id < policy.config.get_text_config().vocab_size:
+        vocabulary = range(policy.config.get_text_config().vocab_size)
+        if not args.stop_token_id or not {*args.stop_token_id} <= {*vocabulary}:
             raise UserError(f"--stop-token-id {args.stop_token_id}: the model has no such token")
-        return torch.tensor([args.stop_token_id])
+        return torch.tensor(args.stop_token_id)
     if args.stop_token is None:
         return torch.tensor([-1])  # no token has this id
-    eos = policy.generation_config.eos_token_id  # an id, a list of ids, or None
-    ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
-    if not ids:
+    ids = end_tokens(policy, tokenizer)
+    if len(ids) == 0:
         raise UserError("the tokenizer has no EOS token: use --stop-token-id, or --stop-token None")
+    return ids
+
+
+def end_tokens(lm, tokenizer):
+    """The ids of the tokens that end a response. -> [any number]
+
+    They are the tokenizer's EOS, those of the model's generation_config, and what ends an answer in the chat
+    template: the first special token after it. (A base model may have another EOS than its template.)
+    """
+    eos = lm.generation_config.eos_token_id  # an id, a list of ids, or None
+    ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
+    if tokenizer.chat_template is not None:
+        chat = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}]
+        _, _, end = tokenizer.apply_chat_template(chat, tokenize=False).partition("ANSWER")
+        special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        ids |= {*[i for i in tokenizer(end, add_special_tokens=False).input_ids if i in special][:1]}
     return torch.tensor(sorted(ids))
 
 

@@ -71,6 +71,7 @@ Results, metrics, which lines to change for what: docs/reward_model.md.
 # ///
 
 import copy
+import csv
 import datetime
 import gzip
 import importlib
@@ -143,6 +144,7 @@ class Args:
     train_shard: str = "0/1"  # i/n: part i of n of the rows; 0/2 and 1/2: two independent models
     center_dataset_name: str | None = None  # source of reward_offset; None: the best training responses
     label_names: str | None = None  # comma-separated names of classes 0, 1, ...; None: the labels themselves
+    chat_template_kwargs: str | None = None  # template options, in JSON: {"enable_thinking": false}
     max_length: int = 512  # in tokens; a longer text (column text) loses its end, all others their beginning
     min_prefix_length: int = 0  # column text: cut training texts at random, to N tokens or more (0: never)
     num_eval_prompts: int = 25_000  # maximum number of held-out rows to score at the end
@@ -281,6 +283,7 @@ def train(args):
     B = n * args.gradient_accumulation_steps * world  # rows per update
 
     tokenizer = load_tokenizer(args.model_name_or_path)
+    set_template_options(tokenizer, args)
     # references: good responses, whose mean score becomes reward_offset (point 6)
     train_rows, held_out_rows, references, label_names, counts = load_data(args, tokenizer)
     has_labels = label_names is not None
@@ -576,6 +579,7 @@ def preference_ids(tokenizer, prompt, responses, max_length):
         prompt_ids = tokenizer(prompt).input_ids
         response_ids = tokenizer(responses, add_special_tokens=False).input_ids
         texts = [prompt_ids + with_eos(ids, tokenizer) for ids in response_ids]
+    refuse_two_bos(tokenizer, texts)
     start = int(texts[0][0] in (tokenizer.bos_token_id, tokenizer.cls_token_id))  # 1: keep the first token
     # Cut the same tokens from all texts until the longest fits, but only tokens that they have in common, and
     # never the last one of a text. (commonprefix works on lists of tokens too.)
@@ -830,6 +834,26 @@ def refuse_appended_eos(tokenizer, name):
         raise UserError(f"{name}: its tokenizer appends EOS to every text; set add_eos_token to false")
 
 
+def refuse_two_bos(tokenizer, texts):
+    """Raise if a text (a list of token ids) begins with BOS twice: one of its own, and the tokenizer's."""
+    if tokenizer.bos_token_id is not None and any(ids[:2] == 2 * [tokenizer.bos_token_id] for ids in texts):
+        raise UserError("a text begins with BOS twice: the tokenizer adds one, so remove it from the data")
+
+
+def set_template_options(tokenizer, args):
+    """Make the values of --chat-template-kwargs the defaults of the chat template.
+
+    The template is saved with the model, so the next script and plain transformers render chats alike.
+    """
+    # transformers passes these itself, so their defaults would have no effect.
+    passed = {"messages", "tools", "documents", "add_generation_prompt", *tokenizer.special_tokens_map}
+    for name, value in json.loads(args.chat_template_kwargs or "{}").items():
+        template = tokenizer.chat_template or ""
+        if name in passed or not re.search(rf"\b{name}\b", template):
+            raise UserError(f"--chat-template-kwargs: the chat template has no option {name}")
+        tokenizer.chat_template = f"{{% set {name} = {name} | default({value!r}) %}}\n{template}"
+
+
 def trainable(module):
     """The parameters that the optimizer trains and a checkpoint holds. -> dict: name -> parameter"""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -953,22 +977,31 @@ def save_reward_model(model, tokenizer, args, folder):
 def load_splits(name):
     """The training and held-out rows of a data set, as lists of dict.
 
-    name: a folder with train.jsonl (or train.jsonl.gz, or train-*.jsonl), or anything that
-    datasets.load_dataset reads, as NAME or NAME:CONFIG. The held-out rows are the split test; without it,
-    validation; without both, a random tenth of train (the same one for every --seed).
+    name: a file that read_rows reads, which is train; a folder with such files, named after their splits
+    (train.jsonl, or parts: train-*.jsonl); or anything that datasets.load_dataset reads, as NAME or
+    NAME:CONFIG. The held-out rows are the split test; without it, validation; without both, a random tenth of
+    train (the same one for every --seed).
     """
-    splits, folder = {}, Path(resolve_path(name))
-    for split in ("train", "validation", "test"):
-        for pattern in (f"{split}.jsonl", f"{split}.jsonl.gz", f"{split}-*.jsonl"):
-            paths = sorted(folder.glob(pattern))
-            if paths and split not in splits:
-                splits[split] = [row for path in paths for row in read_rows(path)]
+    splits, path = {}, Path(resolve_path(name))
+    if path.is_file():
+        splits["train"] = read_rows(path)
+    for split, names in (("train", "train"), ("validation", "validation|valid|val|dev"), ("test", "test")):
+        pattern = rf"({names})(-.*)?\.(jsonl|jsonl\.gz|csv|parquet)"
+        files = [file for file in sorted(path.glob("*")) if re.fullmatch(pattern, file.name)]
+        if len({re.sub(r"-.*(?=\.)", "-", file.name) for file in files}) > 1:  # not parts of one file
+            raise UserError(f"{name}: which file is {split}? {', '.join(file.name for file in files)}")
+        if files:
+            splits[split] = [row for file in files for row in read_rows(file)]
     if not splits:
         path, _, config = resolve_path(name).partition(":")
         loaded = datasets.load_dataset(path, config or None)
-        if Path(path).exists() and any(rows.info.builder_name == "json" for rows in loaded.values()):
-            # Its reader turns "2024-01-15" into a timestamp, and a 1 next to a 2.5 into 1.0.
-            raise UserError(f"{name}: JSON files must be train.jsonl and test.jsonl, one object per line")
+        readers = {rows.info.builder_name for rows in loaded.values()}
+        if Path(path).exists() and readers & {"json", "csv"}:
+            # They turn "2024-01-15" into a timestamp, "NA" into None, and a 1 next to a 2.5 into 1.0.
+            raise UserError(
+                f"{name}: JSON files must be train.jsonl and test.jsonl, one object per line, csv files "
+                "train.csv and test.csv"
+            )
         splits = {split: rows.to_list() for split, rows in loaded.items()}
     if not splits.keys() & {"train", "validation", "test"}:
         raise UserError(f"{name}: its splits are {', '.join(splits)}, but they must be called train and test")
@@ -987,9 +1020,21 @@ def load_splits(name):
 
 
 def read_rows(path):
-    """The rows of a jsonl file, which may be compressed, with their values as they are. -> list of dict"""
+    """The rows of a file (.jsonl, .jsonl.gz, .csv, .parquet), with their values as they are. -> list of dict
+
+    In a csv file, all values are texts: 007 is "007", and an empty cell is "".
+    """
+    if path.suffix == ".parquet":
+        return datasets.Dataset.from_parquet(str(path)).to_list()
     rows = []
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig", newline="") as file:
+        if path.suffix == ".csv":
+            reader = csv.DictReader(file, strict=True)
+            for row in reader:
+                if len(row) != len(reader.fieldnames) or None in row.values():
+                    raise UserError(f"{path}, line {reader.line_num}: not one value for each column")
+                rows.append(row)
+            return rows
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
@@ -1061,6 +1106,7 @@ def load_labeled_rows(class_of, rows, tokenizer, args):
         raise UserError(f"{args.dataset_name}: no row has a text")
     # A tokenizer is faster with many texts at once.
     texts = tokenizer([row["text"] for row in used], truncation=True, max_length=args.max_length).input_ids
+    refuse_two_bos(tokenizer, texts)
     labeled = []
     for row, ids in zip(used, texts):
         label = row.get("label")
@@ -1083,13 +1129,14 @@ def find_classes(rows, args):
         names = [name.strip() for name in args.label_names.split(",")]
         labels = range(len(names))
     else:
-        labels = sorted({row.get("label") for row in rows} - {None})  # load_labeled_rows refuses None
-        if any(isinstance(label, float) for label in labels):
+        labels = sorted({row.get("label") for row in rows} - {None, ""})  # load_labeled_rows refuses these
+        if any(isinstance(label, float) or re.fullmatch(r"-?\d*\.\d+", str(label)) for label in labels):
             raise UserError(f"{args.dataset_name}: a label is a decimal; classes have whole numbers or names")
         names = [str(label) for label in labels]
     if len(set(names)) < max(2, len(names)):
         raise UserError(f"{args.dataset_name} needs two labels or more, no two equal: {names}")
-    class_of = {name: number for number, name in enumerate(names)}
+    class_of = {str(label): number for number, label in enumerate(labels)}  # in a csv file, all are texts
+    class_of |= {name: number for number, name in enumerate(names)}
     class_of |= {label: number for number, label in enumerate(labels)}
     return names, class_of
 
@@ -1143,6 +1190,13 @@ def is_chat(value):
     return isinstance(value, list) and len(value) > 0
 
 
+def refuse_template_columns(row, name):
+    """Raise if a row with a chat has other columns that its chat template would need."""
+    for column in ("tools", "chat_template_kwargs", "images", "image"):
+        if row.get(column):
+            raise UserError(f"{name}: chats with the column {column} are not supported")
+
+
 def render_chat(tokenizer, messages, is_prompt=False):
     """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
     one, so tokenize it with add_special_tokens=False.
@@ -1150,6 +1204,14 @@ def render_chat(tokenizer, messages, is_prompt=False):
     is_prompt: end where the assistant continues: after the header of its turn or, if the last message is its
     own, inside that message. -> str
     """
+    for message in messages:
+        if not isinstance(message.get("content"), str):  # templates write a list as Python prints it
+            raise UserError(f"the content of a message must be a text: {str(message)[:200]}")
+        others = {key for key, x in message.items() if x not in (None, "", [], {})} - {"role", "content"}
+        if others:  # the template may read them, as message.key or message['key']
+            others -= {*re.findall(r"""[.'"](\w+)""", str(tokenizer.chat_template))}
+        if others:
+            raise UserError(f"a message has {sorted(others)}, which the chat template does not read")
     is_begun = messages[-1]["role"] == "assistant" and is_prompt  # the policy goes on with this message
     return tokenizer.apply_chat_template(
         messages,
@@ -1227,6 +1289,7 @@ def find_prompt(row, responses, name):
     prompt = row.get("prompt") or ""
     is_contained = False
     if is_chat(responses[0]):
+        refuse_template_columns(row, name)
         roles = [message["role"] for message in responses[0]]
         is_contained = "user" in roles[: [*roles, "assistant"].index("assistant")]
     if is_chat(prompt):

@@ -48,6 +48,7 @@ Results, metrics, which lines to change for what: docs/rloo_tldr.md.
 # ///
 
 import copy
+import csv
 import datetime
 import gzip
 import importlib
@@ -131,10 +132,11 @@ class Args:
 
     # Data
     dataset_name: str = "trl-lib/tldr"  # columns prompt, completion: texts, or chats (lists of messages)
+    chat_template_kwargs: str | None = None  # template options, in JSON: {"enable_thinking": false}
     max_prompt_length: int = 512  # posts with more tokens are skipped
     response_length: int = 53  # longest response, in tokens
     stop_token: Literal["eos"] | None = "eos"  # end at EOS and the model's other stop tokens; None: never
-    stop_token_id: int | None = None  # end responses at this token id only, instead of --stop-token
+    stop_token_id: list[int] | None = None  # end responses at these token ids only; replaces --stop-token
     temperature: float = 0.7  # sampling temperature; all log-probabilities use it too
 
     # Batch. Responses per update: per_device_train_batch_size x gradient_accumulation_steps x
@@ -264,6 +266,7 @@ def train(args):
 
     tokenizer_name = args.model_name_or_path or args.sft_model_path
     tokenizer = load_tokenizer(tokenizer_name)
+    set_template_options(tokenizer, args)
     refuse_appended_eos(tokenizer, tokenizer_name)
     train_rows, held_out_rows = load_splits(args.dataset_name)
     train_posts = load_posts(train_rows, tokenizer, args)
@@ -696,10 +699,11 @@ def sample_responses(policy, tokenizer, stop_ids, get_scores, batch, args):
 
     # 2. Decode and reward.
     response_tokens = list_tokens(tokens, valid)
-    text_tokens = response_tokens
-    # EOS is cut from the text. A stop token that you chose stays, if it is text, such as ".".
-    if args.stop_token_id in (None, *tokenizer.all_special_ids):
-        text_tokens = list_tokens(tokens, valid & ~is_stop)
+    # A stop token is cut from the text. But one that you chose stays if it is text, such as ".".
+    cut_ids = {*stop_ids.tolist()}
+    if args.stop_token_id is not None:
+        cut_ids &= {*tokenizer.all_special_ids}
+    text_tokens = [ids[:-1] if ids[-1] in cut_ids else ids for ids in response_tokens]
     _, responses = decode(tokenizer, list_tokens(prompt_ids, prompt_mask), text_tokens)  # P * k str
     examples = [example for example in batch["examples"] for _ in range(k)]
     scores_by_name = get_scores(examples, responses, response_tokens)  # name -> [P * k]
@@ -1102,6 +1106,26 @@ def refuse_appended_eos(tokenizer, name):
     last, last_of_text = tokenizer("a").input_ids[-1], tokenizer("a", add_special_tokens=False).input_ids[-1]
     if last == tokenizer.eos_token_id and last != last_of_text:
         raise UserError(f"{name}: its tokenizer appends EOS to every text; set add_eos_token to false")
+
+
+def refuse_two_bos(tokenizer, texts):
+    """Raise if a text (a list of token ids) begins with BOS twice: one of its own, and the tokenizer's."""
+    if tokenizer.bos_token_id is not None and any(ids[:2] == 2 * [tokenizer.bos_token_id] for ids in texts):
+        raise UserError("a text begins with BOS twice: the tokenizer adds one, so remove it from the data")
+
+
+def set_template_options(tokenizer, args):
+    """Make the values of --chat-template-kwargs the defaults of the chat template.
+
+    The template is saved with the model, so the next script and plain transformers render chats alike.
+    """
+    # transformers passes these itself, so their defaults would have no effect.
+    passed = {"messages", "tools", "documents", "add_generation_prompt", *tokenizer.special_tokens_map}
+    for name, value in json.loads(args.chat_template_kwargs or "{}").items():
+        template = tokenizer.chat_template or ""
+        if name in passed or not re.search(rf"\b{name}\b", template):
+            raise UserError(f"--chat-template-kwargs: the chat template has no option {name}")
+        tokenizer.chat_template = f"{{% set {name} = {name} | default({value!r}) %}}\n{template}"
 
 
 @torch.no_grad()
@@ -1525,6 +1549,7 @@ def preference_ids(tokenizer, prompt, responses, max_length):
         prompt_ids = tokenizer(prompt).input_ids
         response_ids = tokenizer(responses, add_special_tokens=False).input_ids
         texts = [prompt_ids + with_eos(ids, tokenizer) for ids in response_ids]
+    refuse_two_bos(tokenizer, texts)
     start = int(texts[0][0] in (tokenizer.bos_token_id, tokenizer.cls_token_id))  # 1: keep the first token
     # Cut the same tokens from all texts until the longest fits, but only tokens that they have in common, and
     # never the last one of a text. (commonprefix works on lists of tokens too.)
@@ -1669,6 +1694,7 @@ def judge_policy(args):
         return None
     device, name = accelerator.device, args.model_name_or_path
     tokenizer = load_tokenizer(name)
+    set_template_options(tokenizer, args)
     refuse_appended_eos(tokenizer, name)
     judge = load_judge(args, tokenizer, transformers.TrainerState(), device)
     if judge is None:
@@ -1697,22 +1723,31 @@ def judge_policy(args):
 def load_splits(name):
     """The training and held-out rows of a data set, as lists of dict.
 
-    name: a folder with train.jsonl (or train.jsonl.gz, or train-*.jsonl), or anything that
-    datasets.load_dataset reads, as NAME or NAME:CONFIG. The held-out rows are the split test; without it,
-    validation; without both, a random tenth of train (the same one for every --seed).
+    name: a file that read_rows reads, which is train; a folder with such files, named after their splits
+    (train.jsonl, or parts: train-*.jsonl); or anything that datasets.load_dataset reads, as NAME or
+    NAME:CONFIG. The held-out rows are the split test; without it, validation; without both, a random tenth of
+    train (the same one for every --seed).
     """
-    splits, folder = {}, Path(resolve_path(name))
-    for split in ("train", "validation", "test"):
-        for pattern in (f"{split}.jsonl", f"{split}.jsonl.gz", f"{split}-*.jsonl"):
-            paths = sorted(folder.glob(pattern))
-            if paths and split not in splits:
-                splits[split] = [row for path in paths for row in read_rows(path)]
+    splits, path = {}, Path(resolve_path(name))
+    if path.is_file():
+        splits["train"] = read_rows(path)
+    for split, names in (("train", "train"), ("validation", "validation|valid|val|dev"), ("test", "test")):
+        pattern = rf"({names})(-.*)?\.(jsonl|jsonl\.gz|csv|parquet)"
+        files = [file for file in sorted(path.glob("*")) if re.fullmatch(pattern, file.name)]
+        if len({re.sub(r"-.*(?=\.)", "-", file.name) for file in files}) > 1:  # not parts of one file
+            raise UserError(f"{name}: which file is {split}? {', '.join(file.name for file in files)}")
+        if files:
+            splits[split] = [row for file in files for row in read_rows(file)]
     if not splits:
         path, _, config = resolve_path(name).partition(":")
         loaded = datasets.load_dataset(path, config or None)
-        if Path(path).exists() and any(rows.info.builder_name == "json" for rows in loaded.values()):
-            # Its reader turns "2024-01-15" into a timestamp, and a 1 next to a 2.5 into 1.0.
-            raise UserError(f"{name}: JSON files must be train.jsonl and test.jsonl, one object per line")
+        readers = {rows.info.builder_name for rows in loaded.values()}
+        if Path(path).exists() and readers & {"json", "csv"}:
+            # They turn "2024-01-15" into a timestamp, "NA" into None, and a 1 next to a 2.5 into 1.0.
+            raise UserError(
+                f"{name}: JSON files must be train.jsonl and test.jsonl, one object per line, csv files "
+                "train.csv and test.csv"
+            )
         splits = {split: rows.to_list() for split, rows in loaded.items()}
     if not splits.keys() & {"train", "validation", "test"}:
         raise UserError(f"{name}: its splits are {', '.join(splits)}, but they must be called train and test")
@@ -1731,9 +1766,21 @@ def load_splits(name):
 
 
 def read_rows(path):
-    """The rows of a jsonl file, which may be compressed, with their values as they are. -> list of dict"""
+    """The rows of a file (.jsonl, .jsonl.gz, .csv, .parquet), with their values as they are. -> list of dict
+
+    In a csv file, all values are texts: 007 is "007", and an empty cell is "".
+    """
+    if path.suffix == ".parquet":
+        return datasets.Dataset.from_parquet(str(path)).to_list()
     rows = []
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig", newline="") as file:
+        if path.suffix == ".csv":
+            reader = csv.DictReader(file, strict=True)
+            for row in reader:
+                if len(row) != len(reader.fieldnames) or None in row.values():
+                    raise UserError(f"{path}, line {reader.line_num}: not one value for each column")
+                rows.append(row)
+            return rows
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
@@ -1754,6 +1801,8 @@ def load_posts(rows, tokenizer, args):
         prompt, reference = row.get("prompt"), row.get("completion")
         if not prompt:
             continue
+        if is_chat(prompt):
+            refuse_template_columns(row, args.dataset_name)
         if is_chat(reference):
             reference = reference[-1]["content"]
         ids = tokenize_prompt(tokenizer, prompt)
@@ -1781,7 +1830,9 @@ def choose_held_out(posts, args):
 def tokenize_prompt(tokenizer, prompt):
     """The token ids of a prompt, which is a text or a list of messages. -> list"""
     if not is_chat(prompt):
-        return tokenizer(prompt).input_ids
+        ids = tokenizer(prompt).input_ids
+        refuse_two_bos(tokenizer, [ids])
+        return ids
     return tokenizer(render_chat(tokenizer, prompt, is_prompt=True), add_special_tokens=False).input_ids
 
 
@@ -1792,6 +1843,13 @@ def is_chat(value):
     return isinstance(value, list) and len(value) > 0
 
 
+def refuse_template_columns(row, name):
+    """Raise if a row with a chat has other columns that its chat template would need."""
+    for column in ("tools", "chat_template_kwargs", "images", "image"):
+        if row.get(column):
+            raise UserError(f"{name}: chats with the column {column} are not supported")
+
+
 def render_chat(tokenizer, messages, is_prompt=False):
     """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
     one, so tokenize it with add_special_tokens=False.
@@ -1799,6 +1857,14 @@ def render_chat(tokenizer, messages, is_prompt=False):
     is_prompt: end where the assistant continues: after the header of its turn or, if the last message is its
     own, inside that message. -> str
     """
+    for message in messages:
+        if not isinstance(message.get("content"), str):  # templates write a list as Python prints it
+            raise UserError(f"the content of a message must be a text: {str(message)[:200]}")
+        others = {key for key, x in message.items() if x not in (None, "", [], {})} - {"role", "content"}
+        if others:  # the template may read them, as message.key or message['key']
+            others -= {*re.findall(r"""[.'"](\w+)""", str(tokenizer.chat_template))}
+        if others:
+            raise UserError(f"a message has {sorted(others)}, which the chat template does not read")
     is_begun = messages[-1]["role"] == "assistant" and is_prompt  # the policy goes on with this message
     return tokenizer.apply_chat_template(
         messages,
@@ -1848,20 +1914,33 @@ def set_global_seed(seed, *purpose):
 
 
 def find_stop_tokens(args, tokenizer, policy):
-    """The ids of the tokens that end a response. -> [any number]
-
-    Chat models have several: the tokenizer's EOS, and the ends of a turn in the model's generation_config.
-    """
+    """The ids of the tokens that end a response, as the flags say. -> [any number]"""
     if args.stop_token_id is not None:
-        if not 0 <= args.stop_token_id < policy.config.get_text_config().vocab_size:
+        vocabulary = range(policy.config.get_text_config().vocab_size)
+        if not args.stop_token_id or not {*args.stop_token_id} <= {*vocabulary}:
             raise UserError(f"--stop-token-id {args.stop_token_id}: the model has no such token")
-        return torch.tensor([args.stop_token_id])
+        return torch.tensor(args.stop_token_id)
     if args.stop_token is None:
         return torch.tensor([-1])  # no token has this id
-    eos = policy.generation_config.eos_token_id  # an id, a list of ids, or None
-    ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
-    if not ids:
+    ids = end_tokens(policy, tokenizer)
+    if len(ids) == 0:
         raise UserError("the tokenizer has no EOS token: use --stop-token-id, or --stop-token None")
+    return ids
+
+
+def end_tokens(lm, tokenizer):
+    """The ids of the tokens that end a response. -> [any number]
+
+    They are the tokenizer's EOS, those of the model's generation_config, and what ends an answer in the chat
+    template: the first special token after it. (A base model may have another EOS than its template.)
+    """
+    eos = lm.generation_config.eos_token_id  # an id, a list of ids, or None
+    ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
+    if tokenizer.chat_template is not None:
+        chat = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}]
+        _, _, end = tokenizer.apply_chat_template(chat, tokenize=False).partition("ANSWER")
+        special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        ids |= {*[i for i in tokenizer(end, add_special_tokens=False).input_ids if i in special][:1]}
     return torch.tensor(sorted(ids))
 
 

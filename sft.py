@@ -61,6 +61,7 @@ Results, metrics and details: docs/sft.md.
 
 import bisect
 import copy
+import csv
 import datetime
 import gzip
 import importlib
@@ -136,6 +137,7 @@ class Args:
     # Data
     dataset_name: str = "stanfordnlp/imdb"  # columns text | prompt, completion | messages | dialog
     num_train_rows: int | None = None  # train on N examples of the data, drawn at random; None: on all
+    chat_template_kwargs: str | None = None  # template options, in JSON: {"enable_thinking": false}
     max_length: int = 512  # tokens per row; longer documents are cut, and lose their EOS
     packing: bool = True  # fill rows with several documents that do not see each other
     completion_only_loss: bool = True  # False: learn the column prompt too (in a chat: its answers)
@@ -279,6 +281,7 @@ def train(args):
     B = n * args.gradient_accumulation_steps * world  # rows per optimizer step
 
     tokenizer = load_tokenizer(args.model_name_or_path)
+    set_template_options(tokenizer, args)
     refuse_appended_eos(tokenizer, args.model_name_or_path)
     train_examples, held_out_examples = load_splits(args.dataset_name)
     if args.num_train_rows is not None:  # the same ones for every --seed
@@ -551,8 +554,7 @@ def load_documents(examples, tokenizer, args):
     documents, counts = [], Counter()
     for example in examples:
         ids, labels = make_document(example, tokenizer, args, counts)
-        if ids[:2] == 2 * [tokenizer.bos_token_id]:
-            raise UserError(f"{args.dataset_name}: a text begins with BOS twice; the tokenizer may add one")
+        refuse_two_bos(tokenizer, [ids])
         is_cut = len(ids) > args.max_length
         # -100 means no label. Nothing predicts the first token.
         ids, labels = ids[: args.max_length], [-100, *labels[1 : args.max_length]]
@@ -576,12 +578,11 @@ def make_document(example, tokenizer, args, counts):
     columns = [name for name in ("text", "completion", "messages", "dialog") if example.get(name)]
     if len(columns) > 1:
         raise UserError(f"{args.dataset_name}: an example has {' and '.join(columns)}; keep one of them")
-    if example.get("tools"):
-        raise UserError(f"{args.dataset_name}: chats with the column tools are not supported")
     if example.get("text"):
         ids = with_eos(tokenizer(example["text"]).input_ids, tokenizer)
         return ids, ids
     if is_chat(example.get("messages")):
+        refuse_template_columns(example, args.dataset_name)
         return chat_document(example["messages"], 0, tokenizer, counts)
     if example.get("dialog"):
         return dialog_document(example, tokenizer, args)
@@ -589,6 +590,7 @@ def make_document(example, tokenizer, args, counts):
     if not completion or prompt is None:  # the prompt may be empty
         return [], []
     if is_chat(prompt) or is_chat(completion):
+        refuse_template_columns(example, args.dataset_name)
         first_labeled = len(prompt) if args.completion_only_loss else 0
         return chat_document(prompt + completion, first_labeled, tokenizer, counts)
     return completion_document(prompt, completion, tokenizer, args)
@@ -626,8 +628,6 @@ def chat_document(messages, first_labeled, tokenizer, counts):
     Some templates write no token that ends a turn. Then EOS is put after the last answer with labels; earlier
     answers get no end token. counts: a Counter of answers that cannot have labels
     """
-    if any(message.get("content") is None for message in messages):
-        return [], []  # a tool call, for example; some templates would write "None"
     text = render_chat(tokenizer, messages)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)  # the template has BOS
     ids = encoded.input_ids
@@ -895,6 +895,26 @@ def refuse_appended_eos(tokenizer, name):
         raise UserError(f"{name}: its tokenizer appends EOS to every text; set add_eos_token to false")
 
 
+def refuse_two_bos(tokenizer, texts):
+    """Raise if a text (a list of token ids) begins with BOS twice: one of its own, and the tokenizer's."""
+    if tokenizer.bos_token_id is not None and any(ids[:2] == 2 * [tokenizer.bos_token_id] for ids in texts):
+        raise UserError("a text begins with BOS twice: the tokenizer adds one, so remove it from the data")
+
+
+def set_template_options(tokenizer, args):
+    """Make the values of --chat-template-kwargs the defaults of the chat template.
+
+    The template is saved with the model, so the next script and plain transformers render chats alike.
+    """
+    # transformers passes these itself, so their defaults would have no effect.
+    passed = {"messages", "tools", "documents", "add_generation_prompt", *tokenizer.special_tokens_map}
+    for name, value in json.loads(args.chat_template_kwargs or "{}").items():
+        template = tokenizer.chat_template or ""
+        if name in passed or not re.search(rf"\b{name}\b", template):
+            raise UserError(f"--chat-template-kwargs: the chat template has no option {name}")
+        tokenizer.chat_template = f"{{% set {name} = {name} | default({value!r}) %}}\n{template}"
+
+
 def trainable(module):
     """The parameters that the optimizer trains and a checkpoint holds. -> dict: name -> parameter"""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -1035,22 +1055,31 @@ def save_policy(policy, tokenizer, folder):
 def load_splits(name):
     """The training and held-out rows of a data set, as lists of dict.
 
-    name: a folder with train.jsonl (or train.jsonl.gz, or train-*.jsonl), or anything that
-    datasets.load_dataset reads, as NAME or NAME:CONFIG. The held-out rows are the split test; without it,
-    validation; without both, a random tenth of train (the same one for every --seed).
+    name: a file that read_rows reads, which is train; a folder with such files, named after their splits
+    (train.jsonl, or parts: train-*.jsonl); or anything that datasets.load_dataset reads, as NAME or
+    NAME:CONFIG. The held-out rows are the split test; without it, validation; without both, a random tenth of
+    train (the same one for every --seed).
     """
-    splits, folder = {}, Path(resolve_path(name))
-    for split in ("train", "validation", "test"):
-        for pattern in (f"{split}.jsonl", f"{split}.jsonl.gz", f"{split}-*.jsonl"):
-            paths = sorted(folder.glob(pattern))
-            if paths and split not in splits:
-                splits[split] = [row for path in paths for row in read_rows(path)]
+    splits, path = {}, Path(resolve_path(name))
+    if path.is_file():
+        splits["train"] = read_rows(path)
+    for split, names in (("train", "train"), ("validation", "validation|valid|val|dev"), ("test", "test")):
+        pattern = rf"({names})(-.*)?\.(jsonl|jsonl\.gz|csv|parquet)"
+        files = [file for file in sorted(path.glob("*")) if re.fullmatch(pattern, file.name)]
+        if len({re.sub(r"-.*(?=\.)", "-", file.name) for file in files}) > 1:  # not parts of one file
+            raise UserError(f"{name}: which file is {split}? {', '.join(file.name for file in files)}")
+        if files:
+            splits[split] = [row for file in files for row in read_rows(file)]
     if not splits:
         path, _, config = resolve_path(name).partition(":")
         loaded = datasets.load_dataset(path, config or None)
-        if Path(path).exists() and any(rows.info.builder_name == "json" for rows in loaded.values()):
-            # Its reader turns "2024-01-15" into a timestamp, and a 1 next to a 2.5 into 1.0.
-            raise UserError(f"{name}: JSON files must be train.jsonl and test.jsonl, one object per line")
+        readers = {rows.info.builder_name for rows in loaded.values()}
+        if Path(path).exists() and readers & {"json", "csv"}:
+            # They turn "2024-01-15" into a timestamp, "NA" into None, and a 1 next to a 2.5 into 1.0.
+            raise UserError(
+                f"{name}: JSON files must be train.jsonl and test.jsonl, one object per line, csv files "
+                "train.csv and test.csv"
+            )
         splits = {split: rows.to_list() for split, rows in loaded.items()}
     if not splits.keys() & {"train", "validation", "test"}:
         raise UserError(f"{name}: its splits are {', '.join(splits)}, but they must be called train and test")
@@ -1069,9 +1098,21 @@ def load_splits(name):
 
 
 def read_rows(path):
-    """The rows of a jsonl file, which may be compressed, with their values as they are. -> list of dict"""
+    """The rows of a file (.jsonl, .jsonl.gz, .csv, .parquet), with their values as they are. -> list of dict
+
+    In a csv file, all values are texts: 007 is "007", and an empty cell is "".
+    """
+    if path.suffix == ".parquet":
+        return datasets.Dataset.from_parquet(str(path)).to_list()
     rows = []
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig", newline="") as file:
+        if path.suffix == ".csv":
+            reader = csv.DictReader(file, strict=True)
+            for row in reader:
+                if len(row) != len(reader.fieldnames) or None in row.values():
+                    raise UserError(f"{path}, line {reader.line_num}: not one value for each column")
+                rows.append(row)
+            return rows
         for number, line in enumerate(file, 1):
             if line.strip():
                 try:
@@ -1088,6 +1129,13 @@ def is_chat(value):
     return isinstance(value, list) and len(value) > 0
 
 
+def refuse_template_columns(row, name):
+    """Raise if a row with a chat has other columns that its chat template would need."""
+    for column in ("tools", "chat_template_kwargs", "images", "image"):
+        if row.get(column):
+            raise UserError(f"{name}: chats with the column {column} are not supported")
+
+
 def render_chat(tokenizer, messages, is_prompt=False):
     """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
     one, so tokenize it with add_special_tokens=False.
@@ -1095,6 +1143,14 @@ def render_chat(tokenizer, messages, is_prompt=False):
     is_prompt: end where the assistant continues: after the header of its turn or, if the last message is its
     own, inside that message. -> str
     """
+    for message in messages:
+        if not isinstance(message.get("content"), str):  # templates write a list as Python prints it
+            raise UserError(f"the content of a message must be a text: {str(message)[:200]}")
+        others = {key for key, x in message.items() if x not in (None, "", [], {})} - {"role", "content"}
+        if others:  # the template may read them, as message.key or message['key']
+            others -= {*re.findall(r"""[.'"](\w+)""", str(tokenizer.chat_template))}
+        if others:
+            raise UserError(f"a message has {sorted(others)}, which the chat template does not read")
     is_begun = messages[-1]["role"] == "assistant" and is_prompt  # the policy goes on with this message
     return tokenizer.apply_chat_template(
         messages,

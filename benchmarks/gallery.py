@@ -190,9 +190,9 @@ ENTRIES = [
         name="no-stop-token",
         script="grpo_math",
         change=(
-            "find_stop_tokens",
-            "{*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id}",
-            '{tokenizer.convert_tokens_to_ids("<|endoftext|>")}',
+            "end_tokens",
+            "return torch.tensor(sorted(ids))",
+            'return torch.tensor([tokenizer.convert_tokens_to_ids("<|endoftext|>")])',
         ),
         metrics=(
             "completions/clipped_ratio",

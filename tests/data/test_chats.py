@@ -1,5 +1,6 @@
 """Chats: lists of messages, written by the chat templates of real models, in all scripts that take them."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -209,16 +210,12 @@ def test_an_unknown_word_ends_no_turn():
     assert tokenizer.eos_token_id in sft_py.special_ids(tokenizer)
 
 
-def test_messages_that_cannot_be_learned():
-    """A call of a tool has no content, and ShareGPT has no role: some templates would write such messages."""
+def test_rows_without_messages():
+    """They are counted."""
     tokenizer = build_tokenizer("gemma")
-    call = chat((USER, "What is the weather?"), (ASSISTANT, None))
-    foreign = [{"from": "human", "value": "2 + 3?"}, {"from": "gpt", "value": "5"}]
-    rows = [{"messages": messages} for messages in (call, foreign, chat(*TURNS), [], None)]
+    rows = [{"messages": messages} for messages in (chat(*TURNS), [], None)]
     documents, left_out = sft_py.load_documents(rows, tokenizer, sft_py.Args(max_length=256))
-    assert len(documents) == 1 and left_out == "4 examples without anything to learn"
-    with pytest.raises(sft_py.UserError, match="column tools"):
-        documents_of(tokenizer, {"messages": chat(*TURNS), "tools": [{"name": "weather"}]})
+    assert len(documents) == 1 and left_out == "2 examples without anything to learn"
 
 
 SENTENCEPIECE = {  # template -> what comes before and after the text of an answer
@@ -319,6 +316,203 @@ def test_a_message_that_the_assistant_has_begun(scripts, family, name):
     if family == "qwen3":  # its template writes an empty thought before the last answer
         plain += "<think>\n\n</think>\n\n"
     assert begun == plain + "It is"
+
+
+# ---- Nothing of a chat is ignored --------------------------------------------------------------------------
+
+
+def load_chats(scripts, name, row, tokenizer):
+    """What a script makes of a row with the columns prompt, chosen and rejected."""
+    script = scripts[name]
+    if name in ("sft", *GROUPS):
+        row = {dict(chosen="completion").get(column, column): x for column, x in row.items()}
+    if name in GROUPS:
+        return [task["ids"] for task in load_prompts(script, [row], tokenizer)]
+    readers = dict(sft="load_documents", reward_model="load_preference_rows", dpo_tldr="load_pairs")
+    loaded, _ = getattr(script, readers[name])([row], tokenizer, script.Args())
+    return loaded
+
+
+CHAT_ROW = {
+    "prompt": chat(TURNS[0]),
+    "chosen": chat(TURNS[1]),
+    "rejected": chat((ASSISTANT, "No idea.")),
+}
+TEXT_ROW = {"prompt": "2 + 3?", "chosen": " 5", "rejected": " 6"}
+CHAT_SCRIPTS = ["sft", "reward_model", "dpo_tldr", *GROUPS]
+TOOL = {"type": "function", "function": {"name": "add"}}
+
+
+@pytest.mark.parametrize("name", CHAT_SCRIPTS)
+def test_columns_for_the_template(scripts, name):
+    """Its tools and options would be ignored. Empty ones are none; to texts, they are columns like others."""
+    tokenizer = build_tokenizer("qwen3")
+    columns = {"tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}, "images": ["a.png"]}
+    plain = load_chats(scripts, name, CHAT_ROW, tokenizer)
+    for column, value in columns.items():
+        with pytest.raises(scripts[name].UserError, match=f"chats with the column {column}"):
+            load_chats(scripts, name, CHAT_ROW | {column: value}, tokenizer)
+        for empty in (None, [], {}, ""):
+            assert load_chats(scripts, name, CHAT_ROW | {column: empty}, tokenizer) == plain
+        assert load_chats(scripts, name, TEXT_ROW | {column: value}, tokenizer)
+
+
+def test_tools_in_a_prompt_of_the_template_flag(scripts):
+    """--prompt-template says what is in the prompt, and the reward function gets all columns."""
+    script, tokenizer = scripts["grpo_math"], build_tokenizer("qwen3")
+    args = script.Args(prompt_template="{question} {tools}")
+    [task] = script.load_tasks([dict(question="2 + 3?", tools=[TOOL])], tokenizer, args)
+    assert "'name': 'add'" in tokenizer.decode(task["ids"]) and task["columns"]["tools"] == [TOOL]
+
+
+@pytest.mark.parametrize("name", CHAT_SCRIPTS)
+def test_keys_that_the_template_does_not_read(scripts, name):
+    """Marks of what not to learn, of OpenAI, Mistral, axolotl and others. A null is no mark, and a word of a
+    system message is no key."""
+    tokenizer = build_tokenizer("llama3")
+    tokenizer.chat_template = "The weight of a name, and how to train. " + tokenizer.chat_template
+    plain = load_chats(scripts, name, CHAT_ROW, tokenizer)
+    for key, value in dict(weight=0, train=False, loss_mask=0, thinking="Hm.", name="Ann").items():
+        [message] = CHAT_ROW["prompt"]
+        with pytest.raises(
+            scripts[name].UserError, match=f"a message has .'{key}'., which the chat template"
+        ):
+            load_chats(scripts, name, CHAT_ROW | {"prompt": [message | {key: value}]}, tokenizer)
+        for empty in (None, "", [], {}):
+            assert (
+                load_chats(scripts, name, CHAT_ROW | {"prompt": [message | {key: empty}]}, tokenizer) == plain
+            )
+
+
+def test_keys_that_the_template_reads():
+    """Qwen3's writes the thought of an answer, or the call of a tool."""
+    tokenizer = build_tokenizer("qwen3")
+    question, answer = chat(*TURNS[:2])
+    for key, value, expected in (
+        ("reasoning_content", "Easy.", "<think>\nEasy.\n</think>\n\nIt is 5.<|im_end|>"),
+        ("tool_calls", [TOOL | {"function": {"name": "add", "arguments": {}}}], '{"name": "add", '),
+    ):
+        [(_, labels)] = documents_of(tokenizer, {"messages": [question, answer | {key: value}]})
+        [text] = learned(tokenizer, labels)
+        assert expected in text
+
+
+@pytest.mark.parametrize("name", CHAT_SCRIPTS)
+@pytest.mark.parametrize(
+    "content",
+    [None, {"text": "2 + 3?"}, [{"type": "text", "text": "2 + 3?"}], 5],
+    ids=lambda x: type(x).__name__,
+)
+def test_content_that_is_no_text(scripts, name, content):
+    """A template would print it as Python does, or write nothing."""
+    prompt = [{"role": USER, "content": content}]
+    with pytest.raises(scripts[name].UserError, match="the content of a message must be a text"):
+        load_chats(scripts, name, CHAT_ROW | {"prompt": prompt}, build_tokenizer("qwen3"))
+
+
+def test_messages_with_the_names_of_sharegpt():
+    foreign = [{"from": "human", "value": "2 + 3?"}, {"from": "gpt", "value": "5"}]
+    with pytest.raises(sft_py.UserError, match="the content of a message must be a text"):
+        documents_of(build_tokenizer("gemma"), {"messages": foreign})
+
+
+# ---- Options of the chat template --------------------------------------------------------------------------
+
+
+def with_options(script, tokenizer, text):
+    script.set_template_options(tokenizer, script.Args(chat_template_kwargs=text))
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", CHAT_SCRIPTS)
+def test_options_of_the_chat_template(scripts, name, tmp_path):
+    """They are what apply_chat_template gets as arguments, also after the model is saved."""
+    script, plain = scripts[name], build_tokenizer("qwen3")
+    write = dict(tokenize=False, add_generation_prompt=True)
+    thinking, without = [
+        plain.apply_chat_template(CHAT_ROW["prompt"], enable_thinking=x, **write) for x in (True, False)
+    ]
+    assert thinking != without
+    tokenizer = with_options(script, build_tokenizer("qwen3"), '{"enable_thinking": false}')
+    assert script.render_chat(tokenizer, CHAT_ROW["prompt"], is_prompt=True) == without
+    tokenizer.save_pretrained(tmp_path)
+    saved = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert saved.apply_chat_template(CHAT_ROW["prompt"], **write) == without
+    assert saved.apply_chat_template(CHAT_ROW["prompt"], enable_thinking=True, **write) == thinking
+    again = with_options(script, saved, '{"enable_thinking": true}')  # of the next script
+    assert script.render_chat(again, CHAT_ROW["prompt"], is_prompt=True) == thinking
+    assert with_options(script, build_tokenizer("qwen3"), None).chat_template == plain.chat_template
+
+
+def test_values_of_options(scripts):
+    """Any JSON value. What comes first in the template keeps its line breaks."""
+    template = "\n  {% if b %}{{ a | tojson }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}\n"
+    for value in ('it\'s "so"\n%}', [1, None, {"x": True}], 0.5, None):
+        tokenizer = build_tokenizer("qwen2_5")
+        tokenizer.chat_template = template
+        expected = tokenizer.apply_chat_template(CHAT_ROW["prompt"], tokenize=False, a=value, b=True)
+        with_options(scripts["sft"], tokenizer, json.dumps({"a": value, "b": True}))
+        assert tokenizer.apply_chat_template(CHAT_ROW["prompt"], tokenize=False) == expected
+
+
+@pytest.mark.parametrize("option", ["enable_thinkng", "enable", "tools", "eos_token", "messages"])
+def test_options_that_would_have_no_effect(scripts, option):
+    """Jinja ignores a name that the template does not have, and transformers sets some names itself."""
+    for family in ("qwen3", None):
+        tokenizer = build_tokenizer("qwen3")
+        if family is None:
+            tokenizer.chat_template = None
+        with pytest.raises(scripts["sft"].UserError, match=f"the chat template has no option {option}"):
+            with_options(scripts["sft"], tokenizer, json.dumps({option: True}))
+
+
+@pytest.mark.parametrize("name", CHAT_SCRIPTS)
+def test_options_reach_the_run(scripts, small, monkeypatch, tmp_path, name):
+    """Before the data are read. (In rloo_tldr.py, the verb judge has them too.)"""
+    model = chat_lm("qwen3", tmp_path / "lm", [1])
+    flags = dict(model_name_or_path=model, chat_template_kwargs='{"enable_thinking": false}')
+    calls = [lambda script, args: script.train(args)]
+    if name == "rloo_tldr":
+        flags |= dict(
+            reward_fn=reward_file(tmp_path, "return [1.0] * len(prompts)"), judge_fn="no/judge.py:f"
+        )
+        calls.append(lambda script, args: script.judge_policy(args))
+
+    class ReachedError(Exception):
+        pass
+
+    def load_splits(path):
+        raise ReachedError
+
+    templates = spy(monkeypatch, scripts[name], "load_tokenizer")
+    monkeypatch.setattr(scripts[name], "load_splits", load_splits)
+    monkeypatch.setattr(scripts[name], "load_judge", lambda *inputs: True, raising=False)
+    for i, call in enumerate(calls):
+        with pytest.raises(ReachedError):
+            call(scripts[name], small(name, f"run{i}", **flags))
+    assert len(templates) == len(calls)
+    for _, tokenizer in templates:
+        text = scripts[name].render_chat(tokenizer, CHAT_ROW["prompt"], is_prompt=True)
+        assert text.endswith("<think>\n\n</think>\n\n")
+
+
+# ---- What ends a response ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ppo_sentiment", "dpo_tldr", *GROUPS])
+def test_the_end_of_a_turn_is_a_stop_token(scripts, family, name):
+    """A base model's generation_config has only the end of a text; its template ends turns with another."""
+    tokenizer = build_tokenizer(family)
+    end = tokenizer.convert_tokens_to_ids(FAMILIES[family][4])
+    base = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=7))
+    for eos in (tokenizer.eos_token, tokenizer.pad_token):
+        tokenizer.eos_token = eos
+        found = scripts[name].end_tokens(base, tokenizer).tolist()
+        assert found == sorted({7, tokenizer.eos_token_id, end})
+    without_answers = "{% for m in messages %}" + FAMILIES[family][4] + "{% endfor %}"
+    for template in (None, WITHOUT_END, without_answers):
+        tokenizer.chat_template = template
+        assert scripts[name].end_tokens(base, tokenizer).tolist() == sorted({7, tokenizer.eos_token_id})
 
 
 # ---- Rollouts ----------------------------------------------------------------------------------------------

@@ -225,7 +225,7 @@ def lines_of(rows):
 
 COLUMNS = {  # name -> files made of a script's good rows; what each script of KIND makes of them
     "lines of text": (lambda rows: {"train.txt": lines_of(rows)}, [2, REFUSED, 2, REFUSED, REFUSED, REFUSED]),
-    "csv": (lambda rows: {"train.csv": csv(rows)}, [2, 2, 2, REFUSED, 2, 2]),
+    "csv": (lambda rows: {"train.csv": csv(rows), "test.csv": csv(rows)}, [3, 3, 3, REFUSED, 3, 3]),
     "first column alone in a row": (
         lambda rows: {"train.jsonl": jsonl([*rows, dict([*rows[0].items()][:1])])},
         [3, "label None", 3, 4, 3, 3],

@@ -4,6 +4,7 @@ A run is right, or it is refused before training. It never goes on with other we
 those that the user gave.
 """
 
+import csv
 import gzip
 import json
 import shutil
@@ -13,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 import accelerate
+import datasets
 import peft
 import pytest
 import tokenizers
@@ -360,6 +362,164 @@ def test_chats_as_texts_stop_a_run(scripts, small, tmp_path, columns):
     script = scripts["dpo_tldr" if "chosen" in columns else "sft"]
     with pytest.raises(script.UserError, match="a chat must be a list of messages"):
         script.train(small(script.__name__, dataset_name=data))
+
+
+TABLE = [
+    ["prompt", "answer", "note"],
+    ["1 + 1", "007", "None"],
+    ["NA", "1.50", "null"],
+    ['He said "2, or 3"', "2024-01-15", ""],
+    ["two\nlines\r\n", "nan", " x "],
+]
+AS_WRITTEN = [dict(zip(TABLE[0], line)) for line in TABLE[1:]]
+
+
+def write_table(path, lines=TABLE):
+    with open(path, "w", newline="") as file:
+        csv.writer(file).writerows(lines)
+
+
+def test_csv_files(script, tmp_path):
+    """datasets#4467: its reader makes None of "NA", and 7 of "007". All values are the texts of the file."""
+    write_table(tmp_path / "train.csv")
+    (tmp_path / "test.csv").write_bytes(b"\xef\xbb\xbfprompt,answer\r\n\r\na,1\r\n")  # as Excel writes it
+    train, held_out = script.load_splits(str(tmp_path))
+    assert train == AS_WRITTEN and held_out == [dict(prompt="a", answer="1")]
+
+
+@pytest.mark.parametrize(
+    "text", ["a,b\n1\n", "a,b\n1,2,3\n", "a,a\n1,2\n", 'a,b\n1,"2\n3,4\n', 'a,b\n1,"2"3\n'], ids=repr
+)
+def test_a_csv_file_that_does_not_fit_its_header(script, tmp_path, text):
+    """A comma or a quote too many would move values, or swallow rows."""
+    (tmp_path / "train.csv").write_text(text)
+    with pytest.raises(
+        (script.UserError, csv.Error), match="line 2: not one value for each column|expected|data"
+    ):
+        script.load_splits(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["data/train.csv", "my.csv", "train.tsv", "train.csv.gz"])
+def test_csv_in_other_files(script, tmp_path, name):
+    """datasets would read them."""
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    content = "\n".join(("\t" if name.endswith("tsv") else ",").join(line) for line in TABLE[:3]).encode()
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    with pytest.raises(script.UserError, match="csv files train.csv and test.csv"):
+        script.load_splits(str(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "csv", "parquet"])
+def test_a_data_set_that_is_a_file(script, tmp_path, kind, monkeypatch):
+    """It is train, whatever its name and its neighbors; a random tenth is held out."""
+    rows = [dict(prompt=f"{i} + 1", answer=str(i + 1)) for i in range(20)]
+    path = tmp_path / f"anything.{kind}"
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    if kind == "jsonl":
+        path.write_text(lines)
+    elif kind == "jsonl.gz":
+        path.write_bytes(gzip.compress(lines.encode()))
+    elif kind == "csv":
+        write_table(path, [["prompt", "answer"], *[list(row.values()) for row in rows]])
+    else:
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    (tmp_path / "test.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    train, held_out = script.load_splits(str(path))
+    assert len(held_out) == 2 and sorted(map(repr, train + held_out)) == sorted(map(repr, rows))
+    monkeypatch.chdir(tmp_path)
+    assert script.load_splits(path.name) == (train, held_out)
+
+
+def test_files_of_several_kinds(script, tmp_path):
+    """Each split may be of another kind, but no file is ignored because of another one."""
+    write_table(tmp_path / "test.csv")
+    (tmp_path / "train.jsonl").write_text(json.dumps(TASK) + "\n")
+    assert script.load_splits(str(tmp_path)) == ([TASK], AS_WRITTEN)
+    datasets.Dataset.from_list([TASK] * 2).to_parquet(tmp_path / "dev.parquet")
+    assert script.load_splits(str(tmp_path)) == ([TASK], AS_WRITTEN)  # test before validation
+    (tmp_path / "test.csv").unlink()
+    assert script.load_splits(str(tmp_path)) == ([TASK], [TASK] * 2)
+    for name in ("train.csv", "train-0.jsonl", "train.jsonl.gz", "validation.jsonl"):
+        (tmp_path / name).write_bytes(gzip.compress(b"") if name.endswith("gz") else b"")
+        with pytest.raises(script.UserError, match=f"which file is (train|validation). .*{name}"):
+            script.load_splits(str(tmp_path))
+        (tmp_path / name).unlink()
+    (tmp_path / "train.jsonl").rename(tmp_path / "train-1.jsonl")
+    (tmp_path / "train-0.jsonl").write_text("{}\n")
+    assert script.load_splits(str(tmp_path))[0] == [{}, TASK]  # parts of one file
+
+
+def test_labels_that_are_texts(scripts):
+    """Those of a csv file: a number, with --label-names or without. A decimal or nothing is no class."""
+    script, names = scripts["reward_model"], ["negative", "positive"]
+
+    def classes(labels, **flags):
+        return script.find_classes([dict(label=x) for x in labels], script.Args(**flags))
+
+    for label_names in (None, "negative,positive"):
+        found, class_of = classes(["1", "0", "1"], label_names=label_names)
+        assert found == (["0", "1"] if label_names is None else names)
+        assert [class_of["0"], class_of["1"]] == [0, 1] and "" not in class_of
+    assert classes([0, 1], label_names="1,0")[1] | {"0": 1, "1": 0} == classes([0, 1], label_names="1,0")[1]
+    with pytest.raises(script.UserError, match="two labels or more"):
+        classes(["1", ""])
+    for decimals in (["0.0", "1.0"], ["-.5", "1"], [1e-9, 2e-9]):
+        with pytest.raises(script.UserError, match="a label is a decimal"):
+            classes(decimals)
+
+
+@pytest.mark.parametrize(
+    "label, word", [("", "label '' is none of"), ("2", "label '2' is none of"), ("1", None)]
+)
+def test_labels_and_margins_of_a_csv_file(scripts, tiny_classifier, tmp_path, label, word):
+    """From the file to the numbers that are trained on."""
+    script, tokenizer = scripts["reward_model"], AutoTokenizer.from_pretrained(tiny_classifier())
+    write_table(tmp_path / "train.csv", [["text", "label"], ["good", "1"], ["bad", "0"], ["so so", label]])
+    write_table(tmp_path / "test.csv", [["text", "label"], ["bad", "0"]])
+    args = script.Args(dataset_name=str(tmp_path), label_names="negative,positive")
+    if word is not None:
+        with pytest.raises(script.UserError, match=word):
+            script.load_data(args, tokenizer)
+        return
+    train, held_out, *_ = script.load_data(args, tokenizer)
+    assert [row.label for row in train + held_out] == [1, 0, 1, 0]
+    pair = dict(prompt="p", chosen=" a", rejected=" b")
+    rows, _ = script.load_preference_rows([pair | dict(margin=x) for x in ("0.5", "", "2")], tokenizer, args)
+    assert [row.min_difference for row in rows] == [0.5, 0.0, 2.0]
+
+
+READERS = {  # script -> the function that reads rows, and a row
+    "sft": ("load_documents", dict(prompt="Who?", completion=" Me.")),
+    "reward_model": ("load_preference_rows", dict(prompt="Who?", chosen=" Me.", rejected=" You.")),
+    "dpo_tldr": ("load_pairs", dict(prompt="Who?", chosen=" Me.", rejected=" You.")),
+    "rloo_tldr": ("load_posts", dict(prompt="Who?")),
+    "grpo_math": ("load_tasks", dict(prompt="Who?")),
+    "ppo_sentiment": ("load_reviews", dict(text="Who is this, and what does she say in this film?")),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_texts_that_begin_with_bos(scripts, tiny_lm, name):
+    """DeepSeek-R1#151: apply_chat_template wrote it, and the tokenizer adds another one."""
+    script, tokenizer = scripts[name], AutoTokenizer.from_pretrained(tiny_lm())
+    args = replace(script.Args(), **dict(system_prompt=None) if name == "grpo_math" else {})
+    function, row = READERS[name]
+    bos, first = tokenizer.bos_token, next(iter(row))
+    started = [row | {first: bos + row[first]}]
+    if "chosen" in row:  # the responses contain the prompt
+        started.append(dict(prompt="", chosen=f"{bos}Who? Me.", rejected=f"{bos}Who? You."))
+    for example in started:
+        assert getattr(script, function)([example], tokenizer, args)  # this tokenizer adds none
+    tokenizer._tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, tokenizer.bos_token_id)]
+    )
+    assert getattr(script, function)([row], tokenizer, args)
+    for example in started:
+        with pytest.raises(script.UserError, match="begins with BOS twice"):
+            getattr(script, function)([example], tokenizer, args)
+    if name == "reward_model":
+        with pytest.raises(script.UserError, match="begins with BOS twice"):
+            script.load_labeled_rows({0: 0}, [dict(text=f"{bos}Me.", label=0)], tokenizer, args)
 
 
 def test_a_part_of_a_sorted_file(scripts, small, tmp_path, monkeypatch):

@@ -266,6 +266,31 @@ def test_the_evaluation_by_hand(script, small, tiny_lm, tmp_path, judge):
     assert metrics["tokens per response"] == pytest.approx(sum(columns["length"]) / n)
 
 
+def test_what_the_judge_reads(script, small, tiny_lm, monkeypatch):
+    """trl#2897: special tokens that are text. Not the token that ends a response, nor what follows it."""
+    policy = AutoModelForCausalLM.from_pretrained(tiny_lm())
+    tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["ever"]})
+    [end] = tokenizer("!").input_ids
+    policy.generation_config.eos_token_id = end
+    ids = {text: tokenizer(text).input_ids for text in ("Is it ever?", " It is ever", "ever it is")}
+    posts = [dict(ids=ids["Is it ever?"], responses=[[*ids["ever it is"], end, 20, 21]])]
+    tokens = torch.tensor([[*ids[" It is ever"], end, 22, end]])
+    monkeypatch.setattr(script, "sample_texts", lambda *inputs: (tokens, torch.zeros(tokens.shape)))
+    seen = []
+
+    def judge(prompts, completions):
+        seen.append((prompts, completions))
+        return [1.0]
+
+    monkeypatch.setattr(script, "load_functions", lambda names: {"judge": judge})
+    args = small("dpo_tldr", response_length=tokens.shape[1])
+    inputs = policy, posts, tokenizer, args, script.start_accelerator(args)
+    _, columns = script.evaluate_samples(*inputs, ref_model=policy)
+    assert seen == [(["Is it ever?"], [" It is ever"]), (["Is it ever?"], ["ever it is"])]
+    assert columns["reference"] == ["ever it is"] and columns["length"] == [len(ids[" It is ever"]) + 1]
+
+
 def test_the_policies_that_are_compared(dpo, script, monkeypatch, tiny_lm):
     """Before: the start with itself, so the KL is 0. After: what was trained, with the start."""
     evaluate_samples, references = script.evaluate_samples, []

@@ -133,7 +133,7 @@ def reviews_run(scripts, tiny_classifier, tmp_path_factory):
         query_max_length=5,
         response_min_length=3,
         response_length=10,
-        stop_token_id=AutoTokenizer.from_pretrained(lm)(".").input_ids[0],
+        stop_token_id=AutoTokenizer.from_pretrained(lm)(".").input_ids,
         temperature=1.3,
         num_eval_prompts=50,  # more than there are
         missing_eos_penalty=0.5,
@@ -375,8 +375,8 @@ def replay(run):
 
 
 def ended(run, ids):
-    """True if the last token is the one that ends a response."""
-    return ids[-1].item() == (getattr(run.args, "stop_token_id", None) or run.tokenizer.eos_token_id)
+    """True if the last token is one that ends a response."""
+    return ids[-1].item() in (getattr(run.args, "stop_token_id", None) or [run.tokenizer.eos_token_id])
 
 
 # ---- Training ----------------------------------------------------------------------------------------------
@@ -647,8 +647,8 @@ def test_samples_of_a_run(run):
 
 
 def test_which_stop_tokens(script):
-    """The id that is given, even 0; none; or EOS and those of the generation config."""
-    tokenizer = SimpleNamespace(eos_token_id=9)
+    """The ids that are given, even 0; none; or EOS and those of the generation config."""
+    tokenizer = SimpleNamespace(eos_token_id=9, chat_template=None)
 
     def found(eos, **flags):
         config = GPT2Config(vocab_size=10)
@@ -658,11 +658,20 @@ def test_which_stop_tokens(script):
     assert found(None) == found(9) == [9]
     assert found([7, 9]) == [7, 9]
     assert found(7, stop_token=None) == [-1]  # the id of no token
-    assert found(7, stop_token_id=0) == [0]
-    assert found(7, stop_token_id=4, stop_token=None) == [4]
-    for no_token in (-1, 10):
+    assert found(7, stop_token_id=[0]) == [0]
+    assert found(7, stop_token_id=[4, 2], stop_token=None) == [4, 2]
+    for no_token in ([-1], [3, 10], []):
         with pytest.raises(script.UserError, match="the model has no such token"):
             found(7, stop_token_id=no_token)
+
+
+@pytest.mark.parametrize("name", ["ppo_sentiment", "rloo_tldr", "grpo_math"])
+def test_stop_tokens_on_the_command_line(scripts, name):
+    """One, as in TRL's commands, or several."""
+    parse = scripts[name].parse_args
+    assert parse(["tiny"]).stop_token_id is None
+    assert parse(["tiny", "--stop_token_id", "7"]).stop_token_id == [7]
+    assert parse(["tiny", "--stop-token-id", "151643", "151645"]).stop_token_id == [151643, 151645]
 
 
 def test_which_split_is_held_out(script, tmp_path):

@@ -1,12 +1,15 @@
 """Whole runs of grpo_math.py on tiny models: steps, stop tokens, prompts, published data."""
 
+import re
 import shutil
+import types
 from dataclasses import replace
 
 import pytest
 import torch
 from conftest import ROOT
-from run_tools import spy, write_rows
+from diff_blocks import apply_block, blocks
+from run_tools import rows_of, spy, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
@@ -117,6 +120,21 @@ def test_prompts_of_a_template(load, tiny_lm, qwen):
     [text] = texts_of([task], qwen)
     turns = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nAdd 3 to [4, 5].<|im_end|>\n"
     assert text == turns + "<|im_start|>assistant\n"
+
+
+def test_a_run_without_the_chat_template(small, qwen, tmp_path):
+    """A line to change: the prompt is the text of --prompt-template, and the saved model has no template."""
+    block = blocks((ROOT / "docs/grpo_math.md").read_text())["No chat template"]
+    module = types.ModuleType("grpo_math")
+    module.__file__ = str(ROOT / "grpo_math.py")
+    exec(compile(apply_block((ROOT / "grpo_math.py").read_text(), block), "variant", "exec"), module.__dict__)
+    rows = [dict(question=f"{i} + 1?", answer=str(i + 1)) for i in range(16)]
+    data = write_rows(tmp_path / "data", train=rows, test=rows)
+    flags = dict(model_name_or_path=qwen, prompt_template="Q: {question} A:", system_prompt=None)
+    _, folder = module.train(small("grpo_math", dataset_name=data, num_sample_generations=1, **flags))
+    [prompt, *_] = {row["prompt"] for row in rows_of(folder, "samples.jsonl")}
+    assert re.fullmatch(r"Q: \d+ \+ 1\? A:", prompt)
+    assert AutoTokenizer.from_pretrained(folder / "model").chat_template is None
 
 
 def test_prompts_that_are_chats(load, qwen):

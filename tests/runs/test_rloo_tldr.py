@@ -70,8 +70,10 @@ def test_a_reward_model_with_another_tokenizer(rloo, tiny_classifier, tmp_path):
     assert rows[0]["env/reward_std"] > 0
 
 
-def test_another_stop_token(rloo, script, monkeypatch, tiny_lm, tmp_path):
-    """Trick 16: --stop-token-id ends a response, EOS does not. The reward reads the stop token's text."""
+@pytest.mark.parametrize("kind", ["a word", "a word and EOS", "a special token"])
+def test_another_stop_token(rloo, script, monkeypatch, tiny_lm, tmp_path, kind):
+    """Trick 16: --stop-token-id ends a response, and EOS only if it is named too. The reward reads the stop
+    token, if it is text."""
     rollouts = spy(monkeypatch, script, "rollout_groups")  # before training, an update, and after
     lm = eos_prone(tiny_lm, tmp_path / "lm")
     tokenizer = AutoTokenizer.from_pretrained(lm)
@@ -81,15 +83,23 @@ def test_another_stop_token(rloo, script, monkeypatch, tiny_lm, tmp_path):
     tokens = rollouts[1][1][0]["ids"][:, -6:]
     stop = next(x for x in tokens[:, 1].tolist() if x not in (0, tokenizer.eos_token_id))
     rollouts.clear()
-    _, _, [row] = rloo("second", stop_token_id=stop, **flags)
+    stops = [stop, tokenizer.eos_token_id] if kind == "a word and EOS" else [stop]
+    if kind == "a special token":
+        special = tokenizer.convert_ids_to_tokens(stop)
+        tokenizer.add_special_tokens({"additional_special_tokens": [special]})
+        assert tokenizer.convert_tokens_to_ids(special) == stop
+        tokenizer.save_pretrained(lm)
+    _, _, [row] = rloo("second", stop_token_id=stops, **flags)
     b, responses = rollouts[1][1]
     lengths, ends, texts = [], [], []
     for ids in b["ids"][:, -6:].tolist():
-        ends.append(stop in ids)
-        lengths.append(ids.index(stop) + 1 if stop in ids else 6)
-        text = ids[: ids.index(stop) + 1] if stop in ids else ids
-        texts.append(tokenizer.decode(text, skip_special_tokens=True))
+        places = [t for t, token in enumerate(ids) if token in stops]
+        ends.append(bool(places))
+        lengths.append(places[0] + 1 if places else 6)
+        texts.append(tokenizer.decode(ids[: lengths[-1]], skip_special_tokens=True))
     assert 0 < sum(ends) < 8
+    last = {ids[n - 1] for ids, n, ended in zip(b["ids"][:, -6:].tolist(), lengths, ends) if ended}
+    assert last == set(stops)
     assert responses == texts
     assert row["val/num_eos_tokens"] == sum(ends)
     assert row["completions/mean_length"] == sum(lengths) / 8
