@@ -1135,8 +1135,8 @@ dpo_tldr.train: the metrics are means of the last micro-batch
   + metric_sums[name] = x
 dpo_tldr.train: the KL is that to the trained policy
   runs/test_dpo_tldr.py::test_the_policies_that_are_compared
-  - after = evaluate_samples(policy, posts, tokenizer, args, accelerator, ref_model=ref_model)
-  + after = evaluate_samples(policy, posts, tokenizer, args, accelerator, ref_model=policy)
+  - samples = evaluate_samples(policy, posts, tokenizer, args, accelerator, ref_model=ref_model)
+  + samples = evaluate_samples(policy, posts, tokenizer, args, accelerator, ref_model=policy)
 dpo_tldr.evaluate_samples: other random numbers than rloo_tldr.py
   runs/test_dpo_tldr.py::test_the_responses_before_are_those_of_rloo
   - "tokens", "held-out")
