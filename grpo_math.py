@@ -365,10 +365,10 @@ def train(args):
                 num_tokens = valid.view(P, k, T)[minibatch].sum()
                 with accelerator.split_between_processes(minibatch) as share:
                     rows_of_share = sorted_groups(share, b["lengths"], k)  # similar lengths: less padding
-                # Always gradient_accumulation_steps micro-batches: accelerate counts calls to accumulate, and
-                # if one is missing, optimizer.step does nothing. So do not drop rows here. To leave out a
-                # response, set its row of `valid` to False before this step: then it counts in no loss. (Its
-                # reward does, in the advantages of its group and in the means over responses.)
+                # accelerate expects gradient_accumulation_steps micro-batches per step (asserted below), so
+                # do not drop rows here. To leave out a response, set its row of `valid` to False before this
+                # step: then it counts in no loss. (Its reward does, in the advantages of its group and in the
+                # means over responses.)
                 for rows in rows_of_share.split(n):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
                     mb_valid = valid[rows, :t]  # [n, t]
@@ -402,7 +402,7 @@ def train(args):
                         # Generation computes one token at a time, with a cache. How far its log-probabilities
                         # are from those of a full forward pass:
                         sampling_gap = (b["sampling_logprobs"][rows, :t] - old_logprobs).abs()
-                        max_sampling_gap = torch.maximum(max_sampling_gap, sampling_gap.max())
+                        max_sampling_gap = torch.maximum(max_sampling_gap, (sampling_gap * mb_valid).max())
                         token_metrics = {
                             "loss/policy_avg": policy_loss,
                             "policy/approxkl_avg": 0.5 * log_ratio**2,
@@ -421,11 +421,15 @@ def train(args):
                         metric_sums["tokens"] += mb_valid.sum()
                         for name, x in token_metrics.items():
                             metric_sums[name] += (x * mb_valid).sum()
-                        # No optimizer step since the rollout: two forward passes of one policy must agree.
-                        if is_first_step and takes_several_steps(args):
-                            gap = (log_ratio.abs() * mb_valid).sum() / mb_valid.sum().clamp(min=1)
-                            assert gap < 0.02, "rollout and update differ, or nan"
+                        # No optimizer step since the rollout: these are log-probabilities of one policy.
+                        if is_first_step:
+                            num_valid = mb_valid.sum().clamp(min=1)
+                            gap = (log_ratio.abs() * mb_valid).sum() / num_valid
+                            assert gap < 0.02, f"rollout and update differ by {gap:.2g} nats per token"
+                            gap = (sampling_gap * mb_valid).sum() / num_valid
+                            assert gap < 0.1, f"sampling and update differ by {gap:.2g} nats per token"
 
+                assert accelerator.sync_gradients, "no optimizer step: too few or too many micro-batches"
                 is_first_step = False
                 grad_norm = accelerator.clip_grad_norm_(learner.parameters(), args.max_grad_norm or math.inf)
                 optimizer.step()
@@ -441,8 +445,9 @@ def train(args):
         update_metrics["val/ratio_var"] -= (update_metrics["val/ratio"] - 1) ** 2
         score_std_of_groups = b["scores"].view(P, k).std(1, correction=0)  # [P]
         lengths = b["lengths"].float()
+        tokens_per_response = tokens_trained / (B * args.num_ppo_epochs)  # those in the loss
         # -log p of a whole response, for the sampled tokens. (policy/entropy_avg is exact, and per token.)
-        entropy = -update_metrics.pop("logprob") * lengths.mean()
+        entropy = -update_metrics.pop("logprob") * tokens_per_response
         metrics = {
             "update": update,
             "episode": update * B,
@@ -467,7 +472,7 @@ def train(args):
         }
         metrics["eps"] = B / metrics["perf/seconds"]  # episodes per second
         if has_kl:
-            metrics["objective/kl"] = metrics.pop("kl") * lengths.mean()  # per response
+            metrics["objective/kl"] = metrics.pop("kl") * tokens_per_response
             metrics["objective/kl_coef"] = args.kl_coef
         run.log(metrics)  # tensors become numbers; raises if one is not finite
         if (b["scores"] == b["scores"][0]).all():

@@ -363,6 +363,7 @@ def train(args):
                 metric_sums[name] += (weight * x.detach()).sum()
 
         # 3. Optimizer step.
+        assert accelerator.sync_gradients, "no optimizer step: too few or too many micro-batches"
         grad_norm = accelerator.clip_grad_norm_(learner.parameters(), args.max_grad_norm or math.inf)
         optimizer.step()
         optimizer.zero_grad()

@@ -379,8 +379,8 @@ def train(args):
                 with accelerator.split_between_processes(minibatch) as share:
                     # Row numbers of their responses, short ones first: similar lengths need less padding.
                     rows_of_share = sorted_groups(share, b["lengths"], k)  # [groups * k]
-                # Always gradient_accumulation_steps micro-batches: accelerate counts calls to accumulate, and
-                # if one is missing, optimizer.step does nothing. So do not drop rows; set advantages to 0.
+                # accelerate expects gradient_accumulation_steps micro-batches per step (asserted below), so
+                # do not drop rows here; set advantages to 0.
                 for rows in rows_of_share.split(n):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
                     # accumulate: processes exchange gradients only at the last micro-batch.
@@ -418,11 +418,16 @@ def train(args):
                         }
                         for name, x in response_metrics.items():
                             metric_sums[name] += x.float().sum()
-                        if is_first_step:  # no optimizer step since the rollout, so the ratios must be 1
-                            token_log_ratio = new_token_logprobs - b["logprobs"][rows, :t]
-                            gap = token_log_ratio[valid[rows, :t]].abs().mean()
-                            assert gap < 0.02, "rollout and update differ, or nan"
+                        # No optimizer step since the rollout: these are log-probabilities of one policy.
+                        if is_first_step:
+                            mb_valid = valid[rows, :t]
+                            old, sampled = b["logprobs"][rows, :t], b["sampling_logprobs"][rows, :t]
+                            gap = (new_token_logprobs - old)[mb_valid].abs().mean()
+                            assert gap < 0.02, f"rollout and update differ by {gap:.2g} nats per token"
+                            gap = (sampled - old)[mb_valid].abs().mean()
+                            assert gap < 0.1, f"sampling and update differ by {gap:.2g} nats per token"
 
+                assert accelerator.sync_gradients, "no optimizer step: too few or too many micro-batches"
                 is_first_step = False
                 grad_norm = accelerator.clip_grad_norm_(learner.parameters(), args.max_grad_norm or math.inf)
                 optimizer.step()

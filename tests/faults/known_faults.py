@@ -175,6 +175,10 @@ ppo_sentiment.train: a first ratio that is not 1 is accepted (trap 10)
   runs/test_ppo_sentiment.py::test_a_model_that_changes_between_calls_ends_the_run[ppo_sentiment]
   - if is_first_step:
   + if False:
+grpo_math.train: a sampler that reads less than the update is accepted (trap 10)
+  runs/test_ppo_sentiment.py::test_a_sampler_that_reads_less_ends_the_run[grpo_math]
+  - assert gap < 0.1,
+  + assert gap < 100,
 rloo_tldr.train: the ratio of rloo is of a mean token (trap 10)
   runs/test_evaluation_rloo.py::test_two_updates_by_hand[plain]
   - new_logprobs, old_logprobs, advantages[rows]
@@ -734,6 +738,18 @@ grpo_math.train: GRPO takes the mean of each micro-batch first
   runs/test_evaluation_grpo.py::test_two_updates_by_hand[plain]
   - (token_loss * mb_valid).sum() / num_tokens
   + (token_loss * mb_valid).sum() / mb_valid.sum() / args.gradient_accumulation_steps
+grpo_math.train: a micro-batch too many is accepted (trap 27)
+  runs/test_ppo_sentiment.py::test_another_number_of_micro_batches_ends_the_run[grpo_math]
+  - assert accelerator.sync_gradients,
+  + assert True,
+grpo_math.train: metrics per response count tokens that are left out (trap 4)
+  runs/test_grpo_math.py::test_metrics_of_tokens_that_are_left_out
+  - tokens_trained / (B * args.num_ppo_epochs)
+  + lengths.mean()
+grpo_math.train: the largest gap is that of a token that is left out (trap 4)
+  runs/test_grpo_math.py::test_metrics_of_tokens_that_are_left_out
+  - (sampling_gap * mb_valid).max()
+  + sampling_gap.max()
 grpo_math.train: GRPO counts the tokens of one process
   runs/test_processes.py::test_two_processes_give_the_numbers_of_one[ddp-grpo_math]
   - (token_loss * mb_valid).sum() / num_tokens
