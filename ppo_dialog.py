@@ -788,7 +788,7 @@ def generate_until(policy, ids, mask, uniforms, is_end, temperature):
         if len(keep) == 0 or t + 1 == T:
             break
         if len(keep) < len(rows):
-            cache.batch_select_indices(keep)
+            cache.reorder_cache(keep)  # selects rows (batch_select_indices lacks linear attention)
             rows, token, mask = rows[keep], token[keep], mask[keep]
         # Read the token.
         mask = F.pad(mask, (0, 1), value=True)

@@ -673,7 +673,7 @@ def generate(policy, ids, mask, max_new_tokens, uniforms, stop_ids, temperature)
         if len(keep) == 0:
             break
         if len(keep) < len(rows):
-            cache.batch_select_indices(keep)
+            cache.reorder_cache(keep)  # selects rows (batch_select_indices lacks linear attention)
             rows, token, mask = rows[keep], token[keep], mask[keep]
         # Read the token.
         mask = F.pad(mask, (0, 1), value=True)
