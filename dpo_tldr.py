@@ -103,6 +103,7 @@ from rich.table import Table
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 # ============================================================================================================
 # Part I: the algorithm
@@ -346,6 +347,7 @@ def train(args):
                 metric_sums[name] += x.detach().sum()
 
         # 3. Optimizer step.
+        assert accelerator.sync_gradients, "no optimizer step: too few or too many micro-batches"
         grad_norm = accelerator.clip_grad_norm_(learner.parameters(), args.max_grad_norm or math.inf)
         optimizer.step()
         optimizer.zero_grad()
@@ -609,8 +611,7 @@ def group_hidden_states(lm, ids, mask, T):
     and values serve all responses to it, and gradients flow back through them: nothing is approximated.
     """
     body, _ = body_and_head(lm)
-    if body.training and body.is_activation_checkpointing:
-        # --gradient-checkpointing cannot use a cache, so each row reads its own prompt.
+    if not can_reuse_prompts(lm):  # each row reads its own prompt
         return hidden_states(body, ids, mask)[:, -T - 1 : -1]
     prompts = ids.where(mask, -1)[:, :-T]  # [B, C], -1: padding
     prompts, prompt_of_row = prompts.unique_consecutive(dim=0, return_inverse=True)  # [P, C], [B]
@@ -618,9 +619,7 @@ def group_hidden_states(lm, ids, mask, T):
     prompt_hidden = hidden_states(body, prompts.clamp(min=0), prompts >= 0, cache)  # [P, C, H]
     # Not cache.batch_select_indices: on a CPU, its gradient is added up in a varying order, and a resumed run
     # would not be the same bit for bit.
-    for layer in cache.layers:
-        layer.keys = layer.keys.index_select(0, prompt_of_row)  # [P, ...] -> [B, ...]
-        layer.values = layer.values.index_select(0, prompt_of_row)
+    cache.reorder_cache(prompt_of_row)  # keys and values [P, ...] -> [B, ...]
     response_hidden = hidden_states(body, ids[:, -T:], mask, cache)  # [B, T, H]
     # The state at position t - 1 predicts token t, and the prompt's last state predicts the first one.
     first_hidden = prompt_hidden[:, -1:].index_select(0, prompt_of_row)  # [B, 1, H]
@@ -899,7 +898,7 @@ def check_lm(lm, pairs, posts, args):
     """Refuse a model whose own log-probabilities of responses differ from ours.
 
     It checks the longest pair, which exposes a sliding window, together with the shortest one, which then
-    needs padding. With --gradient-checkpointing, train mode and eval mode take different paths.
+    needs padding; in train mode, so that any dropout that was left on is noticed.
     """
     pairs = sorted(pairs, key=text_length)
     longest = max(text_length(pairs[-1]), *[len(post["ids"]) + args.response_length for post in posts])
@@ -909,8 +908,8 @@ def check_lm(lm, pairs, posts, args):
             "or --response-length"
         )
     ids, mask, T = collate_pairs([pairs[0], pairs[-1]], lm.device)
-    ours = [logprobs_of_tokens(lm.train(mode), ids, mask, T) for mode in (False, True)]
-    compare_logprobs(lm, args.model_name_or_path, ids, mask, mask[:, -T:].sum(1), *ours)
+    ours = logprobs_of_tokens(lm.train(), ids, mask, T)
+    compare_logprobs(lm, args.model_name_or_path, ids, mask, mask[:, -T:].sum(1), ours)
 
 
 def check_ends(lm, tokenizer, posts):
@@ -940,6 +939,17 @@ def compare_logprobs(lm, name, ids, mask, lengths, *ours):
     gap = (torch.stack(ours).sum(2) - own).abs().max()
     if not gap < (0.3 if getattr(lm, "is_quantized", False) else 0.1):  # 8-bit weights are rounded
         raise UserError(f"{name} does not work here: its own log-probabilities differ from ours by {gap:.2g}")
+
+
+def can_reuse_prompts(model):
+    """True if a prompt that is read once can serve several responses, with gradients.
+
+    Gradient checkpointing excludes a cache. Linear attention and convolutions (Qwen3.5, LFM2) have no keys
+    and values in theirs, but a state that every token overwrites.
+    """
+    layers = transformers.DynamicCache(config=model.config).layers
+    has_states = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+    return not (has_states or model.is_activation_checkpointing)
 
 
 def trainable(module):

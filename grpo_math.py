@@ -92,7 +92,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 # ============================================================================================================
 # Part I: the algorithm
@@ -360,11 +360,12 @@ def train(args):
             for minibatch in order.split(P // args.num_mini_batches):  # indices of tasks
                 num_tokens = valid.view(P, k, T)[minibatch].sum()
                 with accelerator.split_between_processes(minibatch) as share:
-                    rows_of_share = sorted_groups(share, b["lengths"], k)  # similar lengths: less padding
-                # Always gradient_accumulation_steps micro-batches: accelerate counts calls to accumulate, and
-                # if one is missing, optimizer.step does nothing. So do not drop rows here. To leave out a
-                # response, set its row of `valid` to False before this step: then it counts in no loss. (Its
-                # reward does, in the advantages of its group and in the means over responses.)
+                    # Row numbers of their responses, short ones first: similar lengths need less padding.
+                    rows_of_share = sorted_groups(share, b["lengths"], k, can_reuse_prompts(policy))
+                # accelerate expects gradient_accumulation_steps micro-batches per step (asserted below), so
+                # do not drop rows here. To leave out a response, set its row of `valid` to False before this
+                # step: then it counts in no loss. (Its reward does, in the advantages of its group and in the
+                # means over responses.)
                 for rows in rows_of_share.split(n):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
                     mb_valid = valid[rows, :t]  # [n, t]
@@ -399,7 +400,7 @@ def train(args):
                         # Generation computes one token at a time, with a cache. How far its log-probabilities
                         # are from those of a full forward pass:
                         sampling_gap = (b["sampling_logprobs"][rows, :t] - old_logprobs).abs()
-                        max_sampling_gap = torch.maximum(max_sampling_gap, sampling_gap.max())
+                        max_sampling_gap = torch.maximum(max_sampling_gap, (sampling_gap * mb_valid).max())
                         token_metrics = {
                             "loss/policy_avg": policy_loss,
                             "policy/approxkl_avg": 0.5 * log_ratio**2,
@@ -418,11 +419,15 @@ def train(args):
                         metric_sums["tokens"] += mb_valid.sum()
                         for name, x in token_metrics.items():
                             metric_sums[name] += (x * mb_valid).sum()
-                        # No optimizer step since the rollout: two forward passes of one policy must agree.
-                        if is_first_step and takes_several_steps(args):
-                            gap = (log_ratio.abs() * mb_valid).sum() / mb_valid.sum().clamp(min=1)
-                            assert gap < 0.02, "rollout and update differ, or nan"
+                        # No optimizer step since the rollout: these are log-probabilities of one policy.
+                        if is_first_step:
+                            num_valid = mb_valid.sum().clamp(min=1)
+                            gap = (log_ratio.abs() * mb_valid).sum() / num_valid
+                            assert gap < 0.02, f"rollout and update differ by {gap:.2g} nats per token"
+                            gap = (sampling_gap * mb_valid).sum() / num_valid
+                            assert gap < 0.1, f"sampling and update differ by {gap:.2g} nats per token"
 
+                assert accelerator.sync_gradients, "no optimizer step: too few or too many micro-batches"
                 is_first_step = False
                 grad_norm = accelerator.clip_grad_norm_(learner.parameters(), args.max_grad_norm or math.inf)
                 optimizer.step()
@@ -438,8 +443,9 @@ def train(args):
         update_metrics["val/ratio_var"] -= (update_metrics["val/ratio"] - 1) ** 2
         score_std_of_groups = b["scores"].view(P, k).std(1, correction=0)  # [P]
         lengths = b["lengths"].float()
+        tokens_per_response = tokens_trained / (B * args.num_ppo_epochs)  # those in the loss
         # -log p of a whole response, for the sampled tokens. (policy/entropy_avg is exact, and per token.)
-        entropy = -update_metrics.pop("logprob") * lengths.mean()
+        entropy = -update_metrics.pop("logprob") * tokens_per_response
         metrics = {
             "update": update,
             "episode": update * B,
@@ -464,7 +470,7 @@ def train(args):
         }
         metrics["eps"] = B / metrics["perf/seconds"]  # episodes per second
         if has_kl:
-            metrics["objective/kl"] = metrics.pop("kl") * lengths.mean()  # per response
+            metrics["objective/kl"] = metrics.pop("kl") * tokens_per_response
             metrics["objective/kl_coef"] = args.kl_coef
         if args.eval_every and update % args.eval_every == 0 and update < updates:
             trainer_state.global_step = updates  # as in the other evaluations
@@ -661,7 +667,8 @@ def rollout_tasks(respond, model, ref_model, batch, args):
     if args.kl_coef != 0:
         b["ref_logprobs"] = torch.zeros_like(b["sampling_logprobs"])
     groups = torch.arange(P, device=b["ids"].device)
-    for rows in sorted_groups(groups, b["lengths"], k).split(args.per_device_train_batch_size):
+    sorted_rows = sorted_groups(groups, b["lengths"], k, can_reuse_prompts(model.policy))
+    for rows in sorted_rows.split(args.per_device_train_batch_size):
         t = b["lengths"][rows].max().item()
         inputs = b["ids"][rows, : C + t], b["mask"][rows, : C + t], t, args.temperature
         if "logprobs" in b:
@@ -676,14 +683,16 @@ def takes_several_steps(args):
     return args.num_ppo_epochs * args.num_mini_batches > 1
 
 
-def sorted_groups(groups, lengths, k):
+def sorted_groups(groups, lengths, k, reuses_prompts):
     """The row numbers of whole groups, those with short responses first: they need less padding.
 
-    groups: indices of prompts [G]; lengths of all responses [P * k] -> [G * k]
+    groups: indices of prompts [G]; lengths of all responses [P * k]; reuses_prompts: the responses of a group
+    stay neighbors, because their prompt is read once -> [G * k]
     """
     longest = lengths.view(-1, k).amax(1)[groups]  # [G]
     groups = groups[longest.argsort(stable=True)]
-    return (groups[:, None] * k + torch.arange(k, device=groups.device)).flatten()
+    rows = (groups[:, None] * k + torch.arange(k, device=groups.device)).flatten()
+    return rows if reuses_prompts else rows[lengths[rows].argsort(stable=True)]
 
 
 @torch.no_grad()
@@ -750,7 +759,7 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
 
     # The model reads each prompt only once. Its keys and values serve all k responses, which are neighbors.
     prompt_of_row = torch.arange(P, device=ids.device).repeat_interleave(k)  # [P * k]
-    cache.batch_select_indices(prompt_of_row)
+    cache.reorder_cache(prompt_of_row)  # selects rows (batch_select_indices lacks linear attention)
     hidden, mask = hidden[prompt_of_row], mask[prompt_of_row]
     uniforms = uniforms.flatten(0, 1)  # [P * k, T]
     if can_be_recorded(policy, cache):
@@ -768,7 +777,7 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
         if len(keep) == 0 or t + 1 == T:
             break
         if len(keep) < len(rows):
-            cache.batch_select_indices(keep)
+            cache.reorder_cache(keep)
             rows, token, mask = rows[keep], token[keep], mask[keep]
         # Read the token.
         mask = F.pad(mask, (0, 1), value=True)
@@ -838,8 +847,7 @@ def group_hidden_states(lm, ids, mask, T):
     and values serve all responses to it, and gradients flow back through them: nothing is approximated.
     """
     body, _ = body_and_head(lm)
-    if body.training and body.is_activation_checkpointing:
-        # --gradient-checkpointing cannot use a cache, so each row reads its own prompt.
+    if not can_reuse_prompts(lm):  # each row reads its own prompt
         return hidden_states(body, ids, mask)[:, -T - 1 : -1]
     prompts = ids.where(mask, -1)[:, :-T]  # [B, C], -1: padding
     prompts, prompt_of_row = prompts.unique_consecutive(dim=0, return_inverse=True)  # [P, C], [B]
@@ -847,9 +855,7 @@ def group_hidden_states(lm, ids, mask, T):
     prompt_hidden = hidden_states(body, prompts.clamp(min=0), prompts >= 0, cache)  # [P, C, H]
     # Not cache.batch_select_indices: on a CPU, its gradient is added up in a varying order, and a resumed run
     # would not be the same bit for bit.
-    for layer in cache.layers:
-        layer.keys = layer.keys.index_select(0, prompt_of_row)  # [P, ...] -> [B, ...]
-        layer.values = layer.values.index_select(0, prompt_of_row)
+    cache.reorder_cache(prompt_of_row)  # keys and values [P, ...] -> [B, ...]
     response_hidden = hidden_states(body, ids[:, -T:], mask, cache)  # [B, T, H]
     # The state at position t - 1 predicts token t, and the prompt's last state predicts the first one.
     first_hidden = prompt_hidden[:, -1:].index_select(0, prompt_of_row)  # [B, 1, H]
@@ -1191,6 +1197,17 @@ def compare_logprobs(lm, name, ids, mask, lengths, *ours):
         raise UserError(f"{name} does not work here: its own log-probabilities differ from ours by {gap:.2g}")
 
 
+def can_reuse_prompts(model):
+    """True if a prompt that is read once can serve several responses, with gradients.
+
+    Gradient checkpointing excludes a cache. Linear attention and convolutions (Qwen3.5, LFM2) have no keys
+    and values in theirs, but a state that every token overwrites.
+    """
+    layers = transformers.DynamicCache(config=model.config).layers
+    has_states = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+    return not (has_states or model.is_activation_checkpointing)
+
+
 def trainable(module):
     """The parameters that the optimizer trains and a checkpoint holds. -> dict: name -> parameter"""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -1319,9 +1336,10 @@ def can_be_recorded(policy, cache):
     transformers says of each kind of model whether it can read a cache with free columns (GPT-Neo cannot).
     """
     body, _ = body_and_head(policy)
-    has_windows = any(type(layer) is not DynamicLayer for layer in cache.layers)  # sliding windows move
+    # Sliding windows move, and linear attention has states instead of columns.
+    is_plain = all(type(layer) is DynamicLayer for layer in cache.layers)
     is_quantized = getattr(policy, "is_quantized", False)
-    return body.device.type == "cuda" and body._can_compile_fullgraph and not has_windows and not is_quantized
+    return body.device.type == "cuda" and body._can_compile_fullgraph and is_plain and not is_quantized
 
 
 def generate_recorded(policy, cache, hidden, mask, uniforms, stop_ids, temperature):
@@ -1364,7 +1382,7 @@ def generate_recorded(policy, cache, hidden, mask, uniforms, stop_ids, temperatu
         if len(keep) == 0 or end == T:
             break
         if len(keep) < len(rows):
-            cache.batch_select_indices(keep)
+            cache.reorder_cache(keep)
             rows, mask, hidden = rows[keep], mask[keep], hidden[keep]
 
     # Discard what a row sampled between its end and the end of its round.

@@ -360,10 +360,10 @@ def train(args):
                 num_tokens = valid[minibatch].sum()
                 with accelerator.split_between_processes(minibatch) as share:
                     share = share[b["lengths"][share].argsort(stable=True)]  # similar lengths: less padding
-                # Always gradient_accumulation_steps micro-batches: accelerate counts calls to accumulate, and
-                # if one is missing, optimizer.step does nothing. So do not drop rows here. To leave out a
-                # response, set its row of `valid` to False before step 3: then it counts in no loss and in no
-                # mean over tokens. (It does in the means over responses, which step 6 logs.)
+                # accelerate expects gradient_accumulation_steps micro-batches per step (asserted below), so
+                # do not drop rows here. To leave out a response, set its row of `valid` to False before step
+                # 3: then it counts in no loss and in no mean over tokens. (It does in the means over
+                # responses, which step 6 logs.)
                 for rows in share.split(n):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
                     mb_valid = valid[rows, :t]  # [n, t]
@@ -406,10 +406,16 @@ def train(args):
                         metric_sums["tokens"] += mb_valid.sum()
                         for name, x in token_metrics.items():
                             metric_sums[name] += (x * mb_valid).sum()
-                        if is_first_step:  # no optimizer step since the rollout, so the ratios must be 1
-                            gap = (log_ratio.abs() * mb_valid).sum() / mb_valid.sum().clamp(min=1)
-                            assert gap < 0.02, "rollout and update differ, or nan"
+                        # No optimizer step since the rollout: these are log-probabilities of one policy.
+                        if is_first_step:
+                            num_valid = mb_valid.sum().clamp(min=1)
+                            gap = (log_ratio.abs() * mb_valid).sum() / num_valid
+                            assert gap < 0.02, f"rollout and update differ by {gap:.2g} nats per token"
+                            sampling_gap = (b["sampling_logprobs"][rows, :t] - old_logprobs).abs()
+                            gap = (sampling_gap * mb_valid).sum() / num_valid
+                            assert gap < 0.1, f"sampling and update differ by {gap:.2g} nats per token"
 
+                assert accelerator.sync_gradients, "no optimizer step: too few or too many micro-batches"
                 is_first_step = False
                 grad_norm = accelerator.clip_grad_norm_(learner.parameters(), args.max_grad_norm or math.inf)
                 optimizer.step()
@@ -789,7 +795,7 @@ def generate_until(policy, ids, mask, uniforms, is_end, temperature):
         if len(keep) == 0 or t + 1 == T:
             break
         if len(keep) < len(rows):
-            cache.batch_select_indices(keep)
+            cache.reorder_cache(keep)  # selects rows (batch_select_indices lacks linear attention)
             rows, token, mask = rows[keep], token[keep], mask[keep]
         # Read the token.
         mask = F.pad(mask, (0, 1), value=True)

@@ -108,6 +108,7 @@ from rich.table import Table
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 # ============================================================================================================
 # Part I: the algorithm
@@ -300,7 +301,7 @@ def train(args):
     # the update. `learner`, below, is what the optimizer trains: wrapper itself, DDP around it or, with FSDP2
     # and ZeRO-3, a sharded copy.
     wrapper = ClassLogits(classifier)
-    shares_prompts = not has_labels and can_share_prompts(wrapper, train_rows, args, accelerator)
+    shares_prompts = not has_labels and can_share_prompts(wrapper, train_rows, accelerator)
     is_decoder = hasattr(classifier, "score")  # transformers' name of a decoder's head; BERT has a classifier
     is_bf16 = is_decoder and wants_bf16(args, device)  # BERT runs in fp32: see sequence_logits
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
@@ -378,6 +379,7 @@ def train(args):
                 metric_sums[name] += (weight * x.detach()).sum()
 
         # 3. Optimizer step.
+        assert accelerator.sync_gradients, "no optimizer step: too few or too many micro-batches"
         grad_norm = accelerator.clip_grad_norm_(learner.parameters(), args.max_grad_norm or math.inf)
         optimizer.step()
         optimizer.zero_grad()
@@ -625,9 +627,7 @@ def shared_prompt_logits(model, prefixes, ids, mask, row_of_text):
     hidden_states(body, prefixes.clamp(min=0), prefix_mask, cache)  # fills the cache
     # Not cache.batch_select_indices: on a CPU, its gradient is added up in a varying order, and a resumed run
     # would not be the same bit for bit.
-    for layer in cache.layers:
-        layer.keys = layer.keys.index_select(0, row_of_text)  # [n, ...] -> [texts, ...]
-        layer.values = layer.values.index_select(0, row_of_text)
+    cache.reorder_cache(row_of_text)  # keys and values [n, ...] -> [texts, ...]
     full_mask = torch.cat([prefix_mask[row_of_text], mask], 1)  # [texts, Q + L]
     hidden = hidden_states(body, ids, full_mask, cache)  # [texts, L, H]
     last = mask.sum(1) - 1  # [texts]
@@ -854,6 +854,17 @@ def set_template_options(tokenizer, args):
         tokenizer.chat_template = f"{{% set {name} = {name} | default({value!r}) %}}\n{template}"
 
 
+def can_reuse_prompts(model):
+    """True if a prompt that is read once can serve several responses, with gradients.
+
+    Gradient checkpointing excludes a cache. Linear attention and convolutions (Qwen3.5, LFM2) have no keys
+    and values in theirs, but a state that every token overwrites.
+    """
+    layers = transformers.DynamicCache(config=model.config).layers
+    has_states = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+    return not (has_states or model.is_activation_checkpointing)
+
+
 def trainable(module):
     """The parameters that the optimizer trains and a checkpoint holds. -> dict: name -> parameter"""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -938,18 +949,15 @@ def build_classifier(args, tokenizer, train_rows, label_names):
 
 
 @torch.no_grad()
-def can_share_prompts(wrapper, rows, args, accelerator):
+def can_share_prompts(wrapper, rows, accelerator):
     """True if the scores stay the same when the common beginning of two texts is read once."""
     classifier = wrapper.model
-    # BERT reads in both directions. A checkpointed layer cannot use a cache. FSDP2 gathers a layer for its
-    # backward pass only if the layer's output gets a gradient. Of a prompt's last layer, only the keys and
-    # values are used, so its output gets none.
+    # BERT reads in both directions. FSDP2 gathers a layer for its backward pass only if the layer's output
+    # gets a gradient. Of a prompt's last layer, only the keys and values are used, so its output gets none.
     is_decoder = hasattr(classifier, "score")  # transformers' name of a decoder's head; BERT has a classifier
-    if not is_decoder or args.gradient_checkpointing or accelerator.distributed_type == "FSDP":
+    if not is_decoder or accelerator.distributed_type == "FSDP":
         return False
-    # Recurrent layers have no keys and values.
-    layers = transformers.DynamicCache(config=classifier.config).layers
-    if not all(isinstance(layer, transformers.cache_utils.DynamicLayer) for layer in layers):
+    if not can_reuse_prompts(classifier):
         return False
     # The longest row, which exposes a sliding window, and the shortest one, which needs padding next to it.
     rows = sorted(rows, key=lambda row: max(map(len, row.texts)))

@@ -16,7 +16,8 @@ If you know PPO (ppo_sentiment.py), this is what changes:
    judge compares the policy's summaries of held-out posts with reference summaries. The result is the win
    rate (`win_rate`).
 6. The k responses to a prompt share one forward pass over that prompt, in generation and in training
-   (`generate_groups`, `group_logprobs`). With gradient checkpointing, training rereads it for every response.
+   (`generate_groups`, `group_logprobs`). With gradient checkpointing, training rereads it for every
+   response, and with some models, such as Qwen3.5 (`can_reuse_prompts`).
 
     python rloo_tldr.py                             # recipe tiny: no download, no GPU, minutes on 2 cores
     python rloo_tldr.py --learning-rate 2e-4        # tiny with one change; every field of Args is a flag
@@ -87,7 +88,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 # ============================================================================================================
 # Part I: the algorithm
@@ -382,9 +383,9 @@ def train(args):
             for minibatch in order.split(P // args.num_mini_batches):  # indices of prompts
                 with accelerator.split_between_processes(minibatch) as share:
                     # Row numbers of their responses, short ones first: similar lengths need less padding.
-                    rows_of_share = sorted_groups(share, b["lengths"], k)  # [groups * k]
-                # Always gradient_accumulation_steps micro-batches: accelerate counts calls to accumulate, and
-                # if one is missing, optimizer.step does nothing. So do not drop rows; set advantages to 0.
+                    rows_of_share = sorted_groups(share, b["lengths"], k, can_reuse_prompts(policy))
+                # accelerate expects gradient_accumulation_steps micro-batches per step (asserted below), so
+                # do not drop rows here; set advantages to 0.
                 for rows in rows_of_share.split(n):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
                     # accumulate: processes exchange gradients only at the last micro-batch.
@@ -422,11 +423,16 @@ def train(args):
                         }
                         for name, x in response_metrics.items():
                             metric_sums[name] += x.float().sum()
-                        if is_first_step:  # no optimizer step since the rollout, so the ratios must be 1
-                            token_log_ratio = new_token_logprobs - b["logprobs"][rows, :t]
-                            gap = token_log_ratio[valid[rows, :t]].abs().mean()
-                            assert gap < 0.02, "rollout and update differ, or nan"
+                        # No optimizer step since the rollout: these are log-probabilities of one policy.
+                        if is_first_step:
+                            mb_valid = valid[rows, :t]
+                            old, sampled = b["logprobs"][rows, :t], b["sampling_logprobs"][rows, :t]
+                            gap = (new_token_logprobs - old)[mb_valid].abs().mean()
+                            assert gap < 0.02, f"rollout and update differ by {gap:.2g} nats per token"
+                            gap = (sampled - old)[mb_valid].abs().mean()
+                            assert gap < 0.1, f"sampling and update differ by {gap:.2g} nats per token"
 
+                assert accelerator.sync_gradients, "no optimizer step: too few or too many micro-batches"
                 is_first_step = False
                 grad_norm = accelerator.clip_grad_norm_(learner.parameters(), args.max_grad_norm or math.inf)
                 optimizer.step()
@@ -637,15 +643,15 @@ def rollout_groups(model, ref_model, tokenizer, stop_ids, get_scores, batch, arg
     b, responses = sample_responses(model.policy, tokenizer, stop_ids, get_scores, batch, args)
     scores_by_name = {name: x for name, x in b.items() if name.startswith("rewards/")}
 
-    # The same forward pass, and as many rows at a time, as in the update (which reads each prompt more than
-    # once with gradient checkpointing). Dropout is 0, so the ratio is 1 until the first optimizer step, up to
-    # rounding. The log-probabilities from generation differ more, and the sum over a response adds the
-    # differences up, so they are only logged.
+    # The same forward pass, and as many rows at a time, as in the update. Dropout is 0, so the ratio is 1
+    # until the first optimizer step, up to rounding. The log-probabilities from generation differ more, and
+    # the sum over a response adds the differences up, so they are only logged.
     P, k, T = batch["uniforms"].shape
     C = b["ids"].shape[1] - T
     logprobs, entropies, ref_logprobs = torch.zeros(3, P * k, T, device=stop_ids.device)
     groups = torch.arange(P, device=stop_ids.device)
-    for rows in sorted_groups(groups, b["lengths"], k).split(args.per_device_train_batch_size):
+    sorted_rows = sorted_groups(groups, b["lengths"], k, can_reuse_prompts(model.policy))
+    for rows in sorted_rows.split(args.per_device_train_batch_size):
         t = b["lengths"][rows].max().item()
         inputs = b["ids"][rows, : C + t], b["mask"][rows, : C + t], t, args.temperature
         logprobs[rows, :t], entropies[rows, :t] = model(*inputs)
@@ -660,14 +666,16 @@ def rollout_groups(model, ref_model, tokenizer, stop_ids, get_scores, batch, arg
     return b, responses
 
 
-def sorted_groups(groups, lengths, k):
+def sorted_groups(groups, lengths, k, reuses_prompts):
     """The row numbers of whole groups, those with short responses first: they need less padding.
 
-    groups: indices of prompts [G]; lengths of all responses [P * k] -> [G * k]
+    groups: indices of prompts [G]; lengths of all responses [P * k]; reuses_prompts: the responses of a group
+    stay neighbors, because their prompt is read once -> [G * k]
     """
     longest = lengths.view(-1, k).amax(1)[groups]  # [G]
     groups = groups[longest.argsort(stable=True)]
-    return (groups[:, None] * k + torch.arange(k, device=groups.device)).flatten()
+    rows = (groups[:, None] * k + torch.arange(k, device=groups.device)).flatten()
+    return rows if reuses_prompts else rows[lengths[rows].argsort(stable=True)]
 
 
 @torch.no_grad()
@@ -734,7 +742,7 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
 
     # The model reads each prompt only once. Its keys and values serve all k responses, which are neighbors.
     prompt_of_row = torch.arange(P, device=ids.device).repeat_interleave(k)  # [P * k]
-    cache.batch_select_indices(prompt_of_row)
+    cache.reorder_cache(prompt_of_row)  # selects rows (batch_select_indices lacks linear attention)
     hidden, mask = hidden[prompt_of_row], mask[prompt_of_row]
     uniforms = uniforms.flatten(0, 1)  # [P * k, T]
     if can_be_recorded(policy, cache):
@@ -752,7 +760,7 @@ def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
         if len(keep) == 0 or t + 1 == T:
             break
         if len(keep) < len(rows):
-            cache.batch_select_indices(keep)
+            cache.reorder_cache(keep)
             rows, token, mask = rows[keep], token[keep], mask[keep]
         # Read the token.
         mask = F.pad(mask, (0, 1), value=True)
@@ -822,8 +830,7 @@ def group_hidden_states(lm, ids, mask, T):
     and values serve all responses to it, and gradients flow back through them: nothing is approximated.
     """
     body, _ = body_and_head(lm)
-    if body.training and body.is_activation_checkpointing:
-        # --gradient-checkpointing cannot use a cache, so each row reads its own prompt.
+    if not can_reuse_prompts(lm):  # each row reads its own prompt
         return hidden_states(body, ids, mask)[:, -T - 1 : -1]
     prompts = ids.where(mask, -1)[:, :-T]  # [B, C], -1: padding
     prompts, prompt_of_row = prompts.unique_consecutive(dim=0, return_inverse=True)  # [P, C], [B]
@@ -831,9 +838,7 @@ def group_hidden_states(lm, ids, mask, T):
     prompt_hidden = hidden_states(body, prompts.clamp(min=0), prompts >= 0, cache)  # [P, C, H]
     # Not cache.batch_select_indices: on a CPU, its gradient is added up in a varying order, and a resumed run
     # would not be the same bit for bit.
-    for layer in cache.layers:
-        layer.keys = layer.keys.index_select(0, prompt_of_row)  # [P, ...] -> [B, ...]
-        layer.values = layer.values.index_select(0, prompt_of_row)
+    cache.reorder_cache(prompt_of_row)  # keys and values [P, ...] -> [B, ...]
     response_hidden = hidden_states(body, ids[:, -T:], mask, cache)  # [B, T, H]
     # The state at position t - 1 predicts token t, and the prompt's last state predicts the first one.
     first_hidden = prompt_hidden[:, -1:].index_select(0, prompt_of_row)  # [B, 1, H]
@@ -1174,6 +1179,17 @@ def compare_logprobs(lm, name, ids, mask, lengths, *ours):
         raise UserError(f"{name} does not work here: its own log-probabilities differ from ours by {gap:.2g}")
 
 
+def can_reuse_prompts(model):
+    """True if a prompt that is read once can serve several responses, with gradients.
+
+    Gradient checkpointing excludes a cache. Linear attention and convolutions (Qwen3.5, LFM2) have no keys
+    and values in theirs, but a state that every token overwrites.
+    """
+    layers = transformers.DynamicCache(config=model.config).layers
+    has_states = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+    return not (has_states or model.is_activation_checkpointing)
+
+
 def trainable(module):
     """The parameters that the optimizer trains and a checkpoint holds. -> dict: name -> parameter"""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -1302,9 +1318,10 @@ def can_be_recorded(policy, cache):
     transformers says of each kind of model whether it can read a cache with free columns (GPT-Neo cannot).
     """
     body, _ = body_and_head(policy)
-    has_windows = any(type(layer) is not DynamicLayer for layer in cache.layers)  # sliding windows move
+    # Sliding windows move, and linear attention has states instead of columns.
+    is_plain = all(type(layer) is DynamicLayer for layer in cache.layers)
     is_quantized = getattr(policy, "is_quantized", False)
-    return body.device.type == "cuda" and body._can_compile_fullgraph and not has_windows and not is_quantized
+    return body.device.type == "cuda" and body._can_compile_fullgraph and is_plain and not is_quantized
 
 
 def generate_recorded(policy, cache, hidden, mask, uniforms, stop_ids, temperature):
@@ -1347,7 +1364,7 @@ def generate_recorded(policy, cache, hidden, mask, uniforms, stop_ids, temperatu
         if len(keep) == 0 or end == T:
             break
         if len(keep) < len(rows):
-            cache.batch_select_indices(keep)
+            cache.reorder_cache(keep)
             rows, mask, hidden = rows[keep], mask[keep], hidden[keep]
 
     # Discard what a row sampled between its end and the end of its round.

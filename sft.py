@@ -361,6 +361,7 @@ def train(args):
             correct_sum += mb_correct_sum
 
         # 3. Optimizer step.
+        assert accelerator.sync_gradients, "no optimizer step: too few or too many micro-batches"
         grad_norm = accelerator.clip_grad_norm_(learner.parameters(), args.max_grad_norm or math.inf)
         optimizer.step()  # does nothing with DeepSpeed, which has taken the step already
         optimizer.zero_grad()

@@ -29,12 +29,22 @@ EOS, PAD = "<|endoftext|>", "<|pad|>"
 ACTS = ("inform", "question", "directive", "commissive")  # DailyDialog's, 1 to 4
 
 ARCHITECTURES = ("gpt2", "gpt_neo", "gpt_neox", "opt", "bloom", "llama", "qwen2")
+# With other layers than attention to all tokens: linear attention, convolutions, windows and shared keys.
+HYBRIDS = ("qwen3_5_text", "qwen3_next", "lfm2", "gemma4_text")
 WIDTH, LAYERS, HEADS, CONTEXT = 32, 2, 4, 256
 USUAL_NAMES = dict(
     hidden_size=WIDTH,
     num_hidden_layers=LAYERS,
     num_attention_heads=HEADS,
     max_position_embeddings=CONTEXT,
+)
+LINEAR_ATTENTION = dict(
+    head_dim=8,
+    layer_types=["linear_attention", "full_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
 )
 SIZES = {  # the configs of tiny models, by architecture
     "gpt2": dict(n_embd=WIDTH, n_layer=LAYERS, n_head=HEADS, n_positions=CONTEXT),
@@ -51,6 +61,30 @@ SIZES = {  # the configs of tiny models, by architecture
     "bloom": dict(hidden_size=WIDTH, n_layer=LAYERS, n_head=HEADS),
     "llama": dict(**USUAL_NAMES, intermediate_size=64, num_key_value_heads=2),
     "qwen2": dict(**USUAL_NAMES, intermediate_size=64, num_key_value_heads=2),
+    "qwen3_5_text": dict(**USUAL_NAMES, **LINEAR_ATTENTION, intermediate_size=64, num_key_value_heads=2),
+    "qwen3_next": dict(
+        **USUAL_NAMES,
+        **LINEAR_ATTENTION,
+        intermediate_size=64,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+    ),
+    "lfm2": dict(**USUAL_NAMES, intermediate_size=64, num_key_value_heads=2, full_attn_idxs=[1]),
+    "gemma4_text": dict(
+        **(USUAL_NAMES | dict(num_hidden_layers=4)),
+        intermediate_size=64,
+        num_key_value_heads=2,
+        head_dim=8,
+        global_head_dim=8,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        sliding_window=6,
+        num_kv_shared_layers=2,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=1024,
+    ),
     "distilbert": dict(
         dim=WIDTH, n_layers=LAYERS, n_heads=HEADS, hidden_dim=64, max_position_embeddings=CONTEXT
     ),

@@ -104,17 +104,20 @@ def test_a_prompt_that_is_read_once(classifier_folder, arch):
 def test_where_prompts_are_shared(classifier_folder):
     """Not by an encoder, whose states of a prompt depend on the response, nor where a cache does not work."""
 
-    def is_possible(arch, distributed_type="NO", **flags):
+    def is_possible(arch, distributed_type="NO", checkpointing=False):
         model = reward.load_model(transformers.AutoModelForSequenceClassification, classifier_folder(arch))
+        if checkpointing:
+            model.activation_checkpointing_enable(dict(use_reentrant=False))
         rows = [reward.Row(texts) for texts in PAIRS]
         accelerator = SimpleNamespace(distributed_type=distributed_type, device=torch.device("cpu"))
         learner = reward.ClassLogits(model)
-        return reward.can_share_prompts(learner, rows, reward.Args(**flags), accelerator)
+        return reward.can_share_prompts(learner, rows, accelerator)
 
     assert is_possible("gpt2")
     assert not is_possible("distilbert")
     assert not is_possible("gpt2", distributed_type="FSDP")
-    assert not is_possible("gpt2", gradient_checkpointing=True)
+    assert not is_possible("gpt2", checkpointing=True)
+    assert not is_possible("qwen3_5_text")
 
 
 # ---- Classifiers on texts ----------------------------------------------------------------------------------

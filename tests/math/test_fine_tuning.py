@@ -89,6 +89,7 @@ OTHER_MODELS = {  # what is said about a document alone, and about documents in 
     "opt word_embed_proj_dim=32": (None, USE),
     "mamba": (None, USE),  # a recurrent state
     "lfm2 full_attn_idxs=[1]": (None, USE),  # a convolution
+    'qwen3_5_text head_dim=16 layer_types=["linear_attention","full_attention"]': (None, USE),
     "mistral sliding_window=16": (None, None),
     "gemma3_text head_dim=16 sliding_window=16": (None, None),
     "gptj rotary_dim=8": (None, None),

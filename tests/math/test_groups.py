@@ -4,7 +4,7 @@ import peft
 import pytest
 import torch
 import transformers
-from conftest import ARCHITECTURES, module_with
+from conftest import ARCHITECTURES, HYBRIDS, module_with
 from math_tools import close, normal, random_ids, random_model
 
 rloo = module_with("rloo_advantages", "group_logprobs")
@@ -43,7 +43,8 @@ def outputs_and_gradients(function, model):
     return [logprobs.detach(), entropies.detach()], gradients
 
 
-CASES = [(arch, kind) for arch in ARCHITECTURES for kind in ("plain", "lora", "checkpointing")]
+KINDS = ("plain", "lora", "checkpointing")
+CASES = [(arch, kind) for arch in (*ARCHITECTURES, *HYBRIDS) for kind in KINDS]
 # A window that is shorter than the prompt, and one that ends within the response.
 CASES += [("mistral", 3), ("mistral", 7)]
 
@@ -70,23 +71,38 @@ def test_a_prompt_that_is_read_once_gives_the_same(tiny_lm, arch, kind):
         close(one, other, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind, rows_read", [("training", 6), ("no gradient", 6), ("checkpointing", 10)])
-def test_how_many_prompts_are_read(tiny_lm, kind, rows_read):
-    """Once for neighbors; with gradient checkpointing, which excludes a cache, once for each row."""
-    model = load(tiny_lm("gpt_neox"))
+@pytest.mark.parametrize(
+    "arch, kind, rows_read",
+    [
+        ("gpt_neox", "plain", 6),
+        ("gpt_neox", "checkpointing", 10),
+        ("gemma4_text", "plain", 6),
+        ("qwen3_5_text", "plain", 10),
+        ("lfm2", "plain", 10),
+    ],
+)
+def test_how_many_prompts_are_read(tiny_lm, arch, kind, rows_read):
+    """Once for neighbors, or else once for each row. A rollout takes the path of the update, so that their
+    log-probabilities are bit-identical."""
+    model = load(tiny_lm(arch))
     if kind == "checkpointing":
         model.activation_checkpointing_enable(dict(use_reentrant=False))
     shapes = []
     body, _ = rloo.body_and_head(model)
     see = lambda body, _, inputs: shapes.append(inputs["input_ids"].shape)  # noqa: E731
     body.register_forward_pre_hook(see, with_kwargs=True)
-    with torch.set_grad_enabled(kind != "no gradient"):
-        rloo.group_logprobs(model, *groups(), T, 1.0)
-    assert shapes == ([(10, C + T)] if rows_read == 10 else [(6, C), (10, T)])
+    updated, _ = rloo.group_logprobs(model, *groups(), T, 1.0)
+    with torch.no_grad():
+        rolled_out, _ = rloo.group_logprobs(model.eval(), *groups(), T, 1.0)
+    assert shapes == 2 * ([(10, C + T)] if rows_read == 10 else [(6, C), (10, T)])
+    assert torch.equal(updated, rolled_out)
 
 
 def test_sorted_groups():
     """Groups 0, 3 and 1, three responses each: that with the shortest longest response comes first."""
     lengths = torch.tensor([1, 9, 2, 4, 3, 2, 7, 7, 7, 4, 4, 1])
-    rows = rloo.sorted_groups(torch.tensor([0, 3, 1]), lengths, 3)
+    groups = torch.tensor([0, 3, 1])
+    rows = rloo.sorted_groups(groups, lengths, 3, reuses_prompts=True)
     assert rows.tolist() == [9, 10, 11, 3, 4, 5, 0, 1, 2]  # 3 before 1: they are equal, and 3 came first
+    rows = rloo.sorted_groups(groups, lengths, 3, reuses_prompts=False)
+    assert rows.tolist() == [11, 0, 5, 2, 4, 9, 10, 3, 1]  # those of a group are no neighbors: less padding

@@ -82,8 +82,9 @@ def update(world, tiny_lm, tmp_path_factory):
         module = types.ModuleType("grpo_math")
         module.__file__ = grpo.__file__
         source = apply_block((ROOT / "grpo_math.py").read_text(), block)
-        assert source.count("assert gap < 0.02,") == 1  # the first ratios; here they are not 1
-        source = source.replace("assert gap < 0.02,", "assert gap < math.inf,")
+        for limit in (0.02, 0.1):  # rollout, sampling and update: here they differ
+            assert source.count(f"assert gap < {limit},") == 1
+            source = source.replace(f"assert gap < {limit},", "assert gap < math.inf,")
         exec(compile(source, "variant", "exec"), module.__dict__)
         return module
 

@@ -9,13 +9,16 @@ import peft
 import pytest
 import torch
 import transformers
-from conftest import ARCHITECTURES, CONTEXT, module_with
+from conftest import ARCHITECTURES, CONTEXT, HYBRIDS, module_with
 from math_tools import close, logprobs_alone, normal, padded_batch, random_ids, random_model, response_part
 
 ppo = module_with("gae", "response_logprobs")
 rloo = module_with("rloo_advantages", "check_group_model")
-every_architecture = pytest.mark.parametrize("arch", ARCHITECTURES)
-each_check = pytest.mark.parametrize("check", [ppo.check_model, rloo.check_group_model])
+dialog = module_with("check_dialog_model")
+every_architecture = pytest.mark.parametrize("arch", [*ARCHITECTURES, *HYBRIDS])
+each_check = pytest.mark.parametrize(
+    "check", [ppo.check_model, rloo.check_group_model, dialog.check_dialog_model]
+)
 near = dict(rtol=0, atol=1e-5)
 
 
@@ -175,7 +178,7 @@ ODD = {
     "Granite": lambda lm: odd_model("granite", logits_scaling=4.0),
     "Cohere": lambda lm: odd_model("cohere", logit_scale=0.25),
     "Mamba": lambda lm: odd_model("mamba", state_size=8),
-    "Jamba": lambda lm: odd_model("jamba", attn_layer_period=2, attn_layer_offset=1, num_experts=1),
+    "Gemma4": lambda lm: odd_model("gemma4_text", final_logit_softcapping=5.0),
     "RecurrentGemma": lambda lm: odd_model("recurrent_gemma", attention_window_size=4),
     "dropout": lambda lm: switch_dropout_on(lm("gpt2")),
     "noise": lambda lm: noise_in_train_mode(odd_model("llama")),
@@ -188,7 +191,7 @@ ODD = {
 @pytest.mark.parametrize("kind", ODD)
 @each_check
 def test_a_model_that_does_more_is_refused(tiny_lm, check, kind):
-    """Trick 43: soft caps and scales of logits, states that cannot drop rows, noise, shifted positions."""
+    """Trick 43: soft caps and scales of logits, states outside the cache, noise, shifted positions."""
     model = ODD[kind](lambda arch: ppo.load_model(transformers.AutoModelForCausalLM, tiny_lm(arch)))
     in_transformers = "[Cc]ache|Layer|index_select"
     with pytest.raises(Exception, match=f"some_folder does not work here|{in_transformers}"):

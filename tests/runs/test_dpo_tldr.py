@@ -361,10 +361,10 @@ def test_a_model_with_other_probabilities_is_refused(script, small, tiny_lm, tmp
         script.check_lm(model, pairs, pairs, small("dpo_tldr"))
 
 
-@pytest.mark.parametrize("wrong", ["with a cache", "without a cache"])
-def test_both_forward_passes_are_checked(script, small, tiny_lm, monkeypatch, wrong):
-    """With gradient checkpointing, the update reads whole rows; the reference and samples use a cache."""
-    args = small("dpo_tldr", gradient_checkpointing=True)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_forward_pass_is_checked(script, small, tiny_lm, monkeypatch, checkpointing):
+    """With gradient checkpointing, it reads whole rows; otherwise it uses a cache."""
+    args = small("dpo_tldr", gradient_checkpointing=checkpointing)
     rows = rows_of(args.dataset_name, "train.jsonl")
     pairs, _ = script.load_pairs(rows, AutoTokenizer.from_pretrained(tiny_lm()), args)
     model = script.load_lm(args)
@@ -372,8 +372,7 @@ def test_both_forward_passes_are_checked(script, small, tiny_lm, monkeypatch, wr
     hidden_states = script.hidden_states
 
     def scaled(body, ids, mask, cache=None):
-        is_wrong = (cache is not None) == (wrong == "with a cache")
-        return hidden_states(body, ids, mask, cache) * (2 if is_wrong else 1)
+        return hidden_states(body, ids, mask, cache) * (2 if (cache is None) == checkpointing else 1)
 
     monkeypatch.setattr(script, "hidden_states", scaled)
     with pytest.raises(script.UserError, match="its own log-probabilities differ"):

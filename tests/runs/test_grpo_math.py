@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import sys
 import types
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from conftest import ROOT
 from diff_blocks import apply_block, blocks
-from run_tools import rows_of, spy, write_rows
+from run_tools import eos_prone, rows_of, spy, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
@@ -35,6 +36,37 @@ def test_ratios_are_to_the_policy_that_sampled(grpo, minibatches, epochs):
     )
     moved = row["policy/approxkl_avg"]
     assert (moved > 1e-4) if minibatches * epochs > 1 else (moved == 0)
+
+
+def test_metrics_of_tokens_that_are_left_out(grpo, script, monkeypatch, tiny_lm, tmp_path):
+    """If `valid` leaves out the second token of each response, so do entropy, KL and the largest gap."""
+    length_mask, sample_responses = script.length_mask, script.sample_responses
+
+    def without_the_second(lengths, width):
+        mask = length_mask(lengths, width)
+        if sys._getframe(1).f_code.co_name == "train":
+            mask[:, 1] = False
+        return mask
+
+    def sample_otherwise(*inputs):
+        b, responses = sample_responses(*inputs)
+        b["sampling_logprobs"][:, 1] -= 1
+        return b, responses
+
+    monkeypatch.setattr(script, "length_mask", without_the_second)
+    monkeypatch.setattr(script, "sample_responses", sample_otherwise)
+    rollouts = spy(monkeypatch, script, "rollout_tasks")
+    lm = eos_prone(tiny_lm, tmp_path / "lm")
+    _, _, [_, row] = grpo(model_name_or_path=lm, total_episodes=16)
+    b, _ = rollouts[1][1]  # of the second update, so that the KL is not 0
+    kept = length_mask(b["lengths"], 6)
+    kept[:, 1] = False
+    logprobs = b["logprobs"][kept]
+    assert row["objective/entropy"] == pytest.approx(-logprobs.sum().item() / 8, rel=1e-5)
+    kl = (logprobs - b["ref_logprobs"][kept]).sum().item() / 8
+    assert row["objective/kl"] == pytest.approx(kl, rel=1e-3)
+    assert row["sampling/logprob_gap_max"] < 1e-4
+    assert b["lengths"].min() < b["lengths"].max()
 
 
 def test_without_a_penalty_nobody_has_a_reference(grpo, script, monkeypatch):

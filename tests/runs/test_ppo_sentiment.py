@@ -11,6 +11,7 @@ import torch
 import transformers
 from conftest import EOS, RL
 from run_tools import (
+    ALL,
     distance,
     eos_prone,
     rows_of,
@@ -69,6 +70,40 @@ def test_a_model_that_changes_between_calls_ends_the_run(scripts, small, monkeyp
     monkeypatch.setattr(module, name, drifting)
     with pytest.raises(AssertionError, match="rollout and update differ"):
         module.train(small(script))
+
+
+@pytest.mark.parametrize("script", RL)
+def test_a_sampler_that_reads_less_ends_the_run(scripts, small, monkeypatch, script):
+    """It misses every second token. One step per batch hides that: all ratios are 1."""
+    module = scripts[script]
+    hidden_states = module.hidden_states
+
+    def with_gaps(body, ids, mask, cache=None):
+        if ids.shape[1] == 1:  # the newest token, in sampling
+            mask = mask.clone()
+            mask[:, :-1:2] = False
+        return hidden_states(body, ids, mask, cache)
+
+    without_check_of_models(monkeypatch, module)
+    monkeypatch.setattr(module, "hidden_states", with_gaps)
+    with pytest.raises(AssertionError, match=r"sampling and update differ by [\d.]+ nats per token"):
+        module.train(small(script, num_mini_batches=1, num_ppo_epochs=1))
+
+
+@pytest.mark.parametrize("script", ALL)
+def test_another_number_of_micro_batches_ends_the_run(scripts, small, monkeypatch, script):
+    """Three, where accelerate expects two: otherwise it would skip optimizer steps."""
+    module = scripts[script]
+    start_accelerator = module.start_accelerator
+
+    def expect_two(args):
+        accelerator = start_accelerator(args)
+        accelerator.gradient_accumulation_steps = 2
+        return accelerator
+
+    monkeypatch.setattr(module, "start_accelerator", expect_two)
+    with pytest.raises(AssertionError, match="no optimizer step: too few or too many micro-batches"):
+        module.train(small(script, per_device_train_batch_size=2, gradient_accumulation_steps=3))
 
 
 def test_responses_keep_their_first_space(ppo, script, metaspace_lm, monkeypatch):
