@@ -1094,7 +1094,13 @@ def load_splits(name):
         train.sort(key=lambda row: [random.Random(repr(x)).random() for x in (row.get("prompt"), row)])
         count = math.ceil(len(train) / 10)
         held_out, train = train[:count], train[count:]
-    accelerate.PartialState().print(f"{name}: {len(held_out)} rows are held out ({source})")
+    columns = ", ".join((train + held_out or [{}])[0])
+    known = {repr(row.get("prompt") or row) for row in train}
+    repeated = sum(repr(row.get("prompt") or row) in known for row in held_out)
+    accelerate.PartialState().print(
+        f"{name}: columns {columns}; {len(held_out)} rows are held out ({source}), {repeated} of them with the "
+        "prompt of a training row"
+    )
     return train, held_out
 
 

@@ -10,7 +10,7 @@ import json
 import datasets
 import pytest
 from conftest import GROUPS
-from run_tools import flags_of, rows_of
+from run_tools import flags_of, rows_of, write_rows
 from transformers import AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
@@ -332,3 +332,16 @@ def test_rankings(keep, train_on, world):
     rows = good + [good[0] | dict(responses=texts) for texts in USED_RANKINGS + SKIPPED_RANKINGS]
     assert keep("reward_model", rows) == 6
     train_on("reward_model", rows, 6, model_name_or_path=world.lm())
+
+
+def test_the_columns_and_repeated_prompts_are_on_the_screen(scripts, tmp_path, capsys):
+    """The same prompt counts as repeated; without a column prompt, the same row does."""
+    train = [dict(prompt="a", answer=1), dict(prompt="b", answer=2)]
+    test = [dict(prompt="b", answer=3), dict(prompt="c", answer=1), dict(prompt="a", answer=1)]
+    for module in scripts.values():
+        module.load_splits(write_rows(tmp_path / module.__name__, train=train, test=test))
+        line = capsys.readouterr().out
+        assert "columns prompt, answer; 3 rows are held out (test), 2 of them" in line
+        texts = write_rows(tmp_path / f"{module.__name__}-texts", train=[dict(text="a")], test=[dict(text="b")])
+        module.load_splits(texts)
+        assert "columns text; 1 rows are held out (test), 0 of them" in capsys.readouterr().out
