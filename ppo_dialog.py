@@ -1683,8 +1683,8 @@ def load_splits(name):
     known = {repr(row.get("prompt") or row) for row in train}
     repeated = sum(repr(row.get("prompt") or row) in known for row in held_out)
     accelerate.PartialState().print(
-        f"{name}: columns {columns}; {len(held_out)} rows are held out ({source}), {repeated} of them with the "
-        "prompt of a training row"
+        f"{name}: columns {columns}; {len(held_out)} rows are held out ({source}), {repeated} of them with "
+        "the prompt of a training row"
     )
     return train, held_out
 

@@ -342,6 +342,6 @@ def test_the_columns_and_repeated_prompts_are_on_the_screen(scripts, tmp_path, c
         module.load_splits(write_rows(tmp_path / module.__name__, train=train, test=test))
         line = capsys.readouterr().out
         assert "columns prompt, answer; 3 rows are held out (test), 2 of them" in line
-        texts = write_rows(tmp_path / f"{module.__name__}-texts", train=[dict(text="a")], test=[dict(text="b")])
-        module.load_splits(texts)
+        folder = tmp_path / f"{module.__name__}-texts"
+        module.load_splits(write_rows(folder, train=[dict(text="a")], test=[dict(text="b")]))
         assert "columns text; 1 rows are held out (test), 0 of them" in capsys.readouterr().out
