@@ -21,7 +21,8 @@ is above the average of its group. If you know RLOO from rloo_tldr.py, this is w
 6. By default there is one optimizer step per batch of rollouts, so every ratio is 1, and nothing is clipped:
    REINFORCE with the advantages of point 2. Ratios matter with --num-mini-batches or --num-ppo-epochs > 1.
 7. Before and after training, held-out tasks are solved several times each. pass@1 is the share of responses
-   that are right; pass@k, the share of tasks with at least one right response among k.
+   that are right: the first function of --reward-fn that applies gives 1 or more. pass@k is the share of
+   tasks with at least one right response among k.
 
     python grpo_math.py                              # recipe tiny: no download, no GPU, minutes on 2 cores
     python grpo_math.py --learning-rate 1e-4         # tiny with one change; every field of Args is a flag
@@ -2149,16 +2150,16 @@ def report_tasks(run, before, after):
     count = len(before["held-out"])
     decoding = f"sampling, temperature {args.temperature}, at most {args.response_length} tokens"
     run.table("held-out tasks, the first of the sampled responses", samples)
-    run.table(f"{count} held-out tasks", comparison)
+    judge = " or, if it does not apply, ".join(args.reward_fn)
+    run.table(f"{count} held-out tasks; right: 1 or more by {judge}", comparison)
     run.accelerator.print(
-        f"right: the first of {', '.join(args.reward_fn)} that applies gives 1 or more\n"
         f"{args.num_eval_samples} responses per task by {decoding}; greedy: one, temperature 0.01"
     )
     about = {
         "before": metrics_before,
         "after": metrics_after,
         "n": count,
-        "judge": args.reward_fn[0],
+        "judge": judge,
         "decoding": decoding,
     }  # as in other scripts, for report.py
     (run.folder / "evaluation.json").write_text(json.dumps(about, indent=2))

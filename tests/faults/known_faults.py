@@ -831,6 +831,10 @@ grpo_math.evaluate_tasks: responses of other tasks
   runs/test_evaluation_grpo.py::test_evaluation_samples
   - slice(i * k, (i + 1) * k)
   + slice(i, None, len(share["examples"]))
+grpo_math.report_tasks: the table does not say who decides what is right
+  runs/test_grpo_math.py::test_the_table_says_who_decides_what_is_right
+  - ; right: 1 or more by {judge}"
+  + "
 grpo_math.task_metrics: pass@k asks for all responses
   runs/test_evaluation_grpo.py::test_the_final_table_by_hand[after]
   - any(record["right"])
@@ -1073,7 +1077,8 @@ rloo_tldr.group_hidden_states: a response continues the prompt of another group
 rloo_tldr.group_hidden_states: no gradient through the keys of the prompt
   math/test_groups.py::test_a_prompt_that_is_read_once_gives_the_same
   - cache.reorder_cache(prompt_of_row)
-  + [setattr(x, "keys", x.keys.detach()) for x in cache.layers], cache.reorder_cache(prompt_of_row)
+  + cache.layers[0].keys = cache.layers[0].keys.detach()
+  +     cache.reorder_cache(prompt_of_row)
 rloo_tldr.group_hidden_states: a prompt that begins with token 0 is one with padding
   math/test_groups.py::test_a_prompt_that_is_read_once_gives_the_same
   - ids.where(mask, -1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import ROOT
 from diff_blocks import apply_block, blocks
-from run_tools import eos_prone, rows_of, spy, write_rows
+from run_tools import eos_prone, evaluation_of, reward_file, rows_of, spy, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
@@ -67,6 +67,17 @@ def test_metrics_of_tokens_that_are_left_out(grpo, script, monkeypatch, tiny_lm,
     assert row["objective/kl"] == pytest.approx(kl, rel=1e-3)
     assert row["sampling/logprob_gap_max"] < 1e-4
     assert b["lengths"].min() < b["lengths"].max()
+
+
+def test_the_table_says_who_decides_what_is_right(grpo, capsys, tmp_path, world):
+    """The first function that applies, whichever it is: here, one that is not about the answer."""
+    [first] = reward_file(tmp_path, "return [1.0 for _ in completions]")
+    _, folder, _ = grpo(reward_fn=[first, world.verifier], total_episodes=8)
+    evaluation = evaluation_of(folder)
+    assert evaluation["judge"] == f"{first} or, if it does not apply, {world.verifier}"
+    assert evaluation["after"]["held-out: pass@1"] == 1
+    shown = "".join(capsys.readouterr().out.split())  # a narrow table breaks its title
+    assert "".join(f"4 held-out tasks; right: 1 or more by {evaluation['judge']}".split()) in shown
 
 
 def test_without_a_penalty_nobody_has_a_reference(grpo, script, monkeypatch):
