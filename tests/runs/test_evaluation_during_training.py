@@ -1,6 +1,10 @@
 """--eval-every: the numbers of the final table, during training."""
 
+import re
+
 import pytest
+import torch
+from conftest import ROOT
 from run_tools import ALL, SIX_UPDATES, evaluation_of, rows_of, same, timeless, weights
 
 pytest_plugins = ["run_fixtures"]
@@ -52,3 +56,21 @@ def test_an_evaluation_is_of_the_policy_after_the_update(scripts, small, monkeyp
     for key, x in numbers_after(name, short).items():
         if key != "eval/reward_offset":  # measured once, at the end
             assert logged[key] == x, key
+
+
+def test_the_page_chooses_a_checkpoint(ppo):
+    """docs/running.md: its lines print the evaluations, and load the weights of one of them."""
+    page = (ROOT / "docs/running.md").read_text()
+    section = page.split("\n## Evaluation during training")[1].split("\n## ")[0]
+    show, load = re.findall(r"```python\n(.*?)```", section, re.S)
+    flags = SIX_UPDATES["ppo_sentiment"] | dict(eval_every=2, save_every=2, keep_checkpoints=100)
+    model, folder, rows = ppo(**flags)
+    names = {}
+    exec(show.replace("RUN_FOLDER", str(folder)), names)
+    assert [row["update"] for row in names["evaluated"]] == [2, 4]
+    for update, is_last in ((2, False), (6, True)):
+        code = load.replace("RUN_FOLDER", str(folder)).replace("000020", f"{update:06d}")
+        exec(code, names)
+        last = model.policy.state_dict()
+        loaded = names["model"].state_dict()
+        assert all(torch.equal(x, last[name]) for name, x in loaded.items()) == is_last
