@@ -4,7 +4,6 @@ those of results/, links lead somewhere."""
 import ast
 import contextlib
 import functools
-import gzip
 import importlib.util
 import io
 import json
@@ -29,7 +28,7 @@ from run_tools import reward_file, rows_of
 from safetensors.torch import load_file
 
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-from archive import read, run_folder  # noqa: E402
+from archive import read, read_rows, run_folder  # noqa: E402
 
 import report  # noqa: E402
 
@@ -552,8 +551,7 @@ DEFAULTS = [  # runs of the scripts without flags
 def json_lines(path):
     """Objects of a file of results/, compressed or not."""
     path = ROOT / "results" / path
-    text = gzip.open(path, "rt").read() if path.exists() else path.with_suffix("").read_text()
-    return [json.loads(line) for line in text.splitlines()]
+    return read_rows(path.parent, path.name.removesuffix(".gz"))
 
 
 def gpu_memory():
