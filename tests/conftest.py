@@ -5,6 +5,7 @@ import gzip
 import importlib
 import json
 import os
+import signal
 import sys
 import types
 from pathlib import Path
@@ -18,6 +19,7 @@ import tokenizers  # noqa: E402
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # runs ignore it if they are started by nohup, as tests may be
 torch.set_num_threads(1)  # as in the processes that tests start: equal bits need an equal number of threads
 transformers.utils.logging.disable_progress_bar()
 

@@ -643,10 +643,11 @@ def test_two_runs_in_one_folder(script, small):
     runs = [script.Run(args, script.start_accelerator(args), 1, {}) for _ in range(2)]
     for run in runs:
         run.start(4)
-    runs[0].log({"update": 1})
+    row = {"update": 1, "lr": 0.1, "perf/seconds": 1.0}
+    runs[0].log(row)
     with pytest.raises(FileExistsError):
-        runs[1].log({"update": 1})
-    assert rows_of(args.output_dir) == [{"update": 1}]
+        runs[1].log(row)
+    assert rows_of(args.output_dir) == [row]
     with pytest.raises(script.UserError, match="holds a run"):
         script.Run(args, script.start_accelerator(args), 1, {})
     unnamed = replace(args, output_dir=None)

@@ -290,8 +290,12 @@ def assert_near(value, other, tolerance=1e-4):
         assert value == other
 
 
-def assert_same_numbers(one, two):
-    """Metrics, weights and evaluation are equal up to rounding. The sampled texts are equal."""
+def assert_same_numbers(one, two, rounding=1):
+    """Metrics, weights and evaluation are equal up to rounding. The sampled texts are equal.
+
+    rounding: how many times as far apart as in fp32. On some processors, 8-bit activations are rounded to
+    other integers.
+    """
     for folder, processes in ((one, 1), (two, 2)):
         assert json.loads((folder / "args.json").read_text())["world_size"] == processes
     rows, other_rows = timeless(rows_of(one)), timeless(rows_of(two))
@@ -299,15 +303,15 @@ def assert_same_numbers(one, two):
     for row in (rows[0], other_rows[0]):
         row.pop("rewards/accuracies", None)  # nothing has been learned, so all margins are 0 up to rounding
     for row, other_row in zip(rows, other_rows):
-        assert row == pytest.approx(other_row, abs=1e-5, rel=2e-4)
+        assert row == pytest.approx(other_row, abs=rounding * 1e-5, rel=rounding * 2e-4)
     for path in (one / "model").rglob("*.safetensors"):
         before, after = load_file(path), load_file(two / path.relative_to(one))
-        assert distance(before, after) < 1e-5, path
-    assert_near(*[evaluation_of(folder) for folder in (one, two)])
+        assert distance(before, after) < rounding * 1e-5, path
+    assert_near(*[evaluation_of(folder) for folder in (one, two)], rounding * 1e-4)
     for name in ("evaluation_samples.jsonl", "samples.jsonl", "tokens.jsonl"):
         assert (one / name).exists() == (two / name).exists()
         if (one / name).exists():
-            assert_near(rows_of(one, name), rows_of(two, name))
+            assert_near(rows_of(one, name), rows_of(two, name), rounding * 1e-4)
 
 
 @pytest.mark.parametrize("kind, name", CASES)
@@ -315,7 +319,7 @@ def test_two_processes_give_the_numbers_of_one(one, two, kind, name):
     """Losses, KL, coefficient, weights, and the responses to held-out prompts."""
     root = two(kind)
     assert exit_codes(root, name) == [0, 0]
-    assert_same_numbers(one(name), root / name)
+    assert_same_numbers(one(name), root / name, rounding=50 if "8bit" in name else 1)
     if "lora" in name:
         heads = load_file(root / name / "model/value_head.safetensors")
         assert heads["weight"].abs().max() > 0
