@@ -2362,6 +2362,7 @@ POSITIVE = (
     *("total_episodes", "num_train_epochs", "num_train_rows", "num_eval_prompts", "num_eval_pairs"),
     *("num_eval_samples", "num_context_utterances", "max_length", "query_min_length", "response_min_length"),
     *("response_length", "temperature", "max_grad_norm", "score_clip", "kl_target", "kl_horizon", "beta"),
+    *("max_turns", "max_tool_tokens", "tool_timeout"),
 )
 
 

@@ -204,6 +204,16 @@ RECIPES = {
         dataset_name="data/arithmetic-sft",
         num_train_epochs=14.0,
     ),
+    "tiny-tools": replace(  # made checkpoints/tools-sft
+        TINY,
+        from_config=(
+            "llama hidden_size=128 num_hidden_layers=3 num_attention_heads=4 num_key_value_heads=2 "
+            "intermediate_size=384 max_position_embeddings=512 tie_word_embeddings=true"
+        ),
+        model_name_or_path="checkpoints/tools-tokenizer",
+        dataset_name="data/tools-sft",
+        num_train_epochs=8.0,
+    ),
     "gpt2-imdb": Args(),
     "smollm2-imdb": Args(  # the start of ppo_sentiment.py's recipe of this name: docs/real_models.md
         model_name_or_path="HuggingFaceTB/SmolLM2-135M-Instruct",
@@ -1548,6 +1558,7 @@ POSITIVE = (
     *("total_episodes", "num_train_epochs", "num_train_rows", "num_eval_prompts", "num_eval_pairs"),
     *("num_eval_samples", "num_context_utterances", "max_length", "query_min_length", "response_min_length"),
     *("response_length", "temperature", "max_grad_norm", "score_clip", "kl_target", "kl_horizon", "beta"),
+    *("max_turns", "max_tool_tokens", "tool_timeout"),
 )
 
 

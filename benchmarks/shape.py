@@ -31,6 +31,7 @@ SCRIPTS = [
     "ppo_dialog.py",
     "rloo_tldr.py",
     "grpo_math.py",
+    "grpo_tools.py",
 ]
 OTHERS = ["ppo_minimal.py", "report.py", "tests/", "benchmarks/"]  # a folder: the sum of its Python files
 COLUMNS = ["lines", "nodes", "loop starts at", "tokens per code line", "Part I ends at", "widest line"]

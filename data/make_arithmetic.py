@@ -225,13 +225,13 @@ def write(folder: Path, files: dict[str, list[dict]]) -> None:
 # ---- Tokenizer ---------------------------------------------------------------------------------------------
 
 
-def make_tokenizer(texts: list[str]) -> transformers.PreTrainedTokenizerFast:
+def make_tokenizer(texts: list[str], pieces: str = PIECES) -> transformers.PreTrainedTokenizerFast:
     """A byte-level tokenizer in which each word of the texts is one token, with the ChatML template.
 
     It is a BPE without merges. With ignore_merges, a piece of text that is in the vocabulary is one token,
     and any other piece is split into its bytes.
     """
-    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(PIECES), behavior="isolated")
+    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pieces), behavior="isolated")
     to_bytes = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, to_bytes])
 

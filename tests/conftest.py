@@ -23,7 +23,10 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # runs ignore it if they are start
 torch.set_num_threads(1)  # as in the processes that tests start: equal bits need an equal number of threads
 transformers.utils.logging.disable_progress_bar()
 
-SCRIPTS = ("sft", "reward_model", "ppo_sentiment", "ppo_dialog", "rloo_tldr", "grpo_math", "dpo_tldr")
+SCRIPTS = (
+    *("sft", "reward_model", "ppo_sentiment", "ppo_dialog"),
+    *("rloo_tldr", "grpo_math", "grpo_tools", "dpo_tldr"),
+)
 PPO = ("ppo_sentiment", "ppo_dialog")
 GROUPS = ("rloo_tldr", "grpo_math")  # those with several responses to each prompt
 RL = (*PPO, *GROUPS)
@@ -317,7 +320,7 @@ def tiny_verifier(tmp_path_factory):
     """FILE.py:letters, a reward of 0, 1 or 2 that a random model gets now and then."""
     path = tmp_path_factory.mktemp("verifier") / "verifier.py"
     path.write_text(
-        "def letters(completions, **columns):\n    return [len(set(text)) % 3 for text in completions]\n"
+        "def letters(completions, **columns):\n    return [len(set(str(text))) % 3 for text in completions]\n"
     )
     return f"{path}:letters"
 

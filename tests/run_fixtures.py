@@ -68,7 +68,7 @@ def small_fixture(script):
     return fixture
 
 
-ppo, dialog, sft, reward, rloo, grpo, dpo = (small_fixture(script) for script in ALL)
+ppo, dialog, sft, reward, rloo, grpo, dpo, tools = (small_fixture(script) for script in ALL)
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
-ALL = ("ppo_sentiment", "ppo_dialog", "sft", "reward_model", "rloo_tldr", "grpo_math", "dpo_tldr")
+ALL = (
+    *("ppo_sentiment", "ppo_dialog", "sft", "reward_model"),
+    *("rloo_tldr", "grpo_math", "dpo_tldr", "grpo_tools"),
+)
 RL_FLAGS = dict(  # of a run of about a second, with one or two updates of 8 responses
     dtype="float32",
     per_device_train_batch_size=4,
@@ -55,6 +58,20 @@ SMALL = {
         max_prompt_length=64,
         num_eval_samples=2,
     ),
+    "grpo_tools": RL_FLAGS
+    | dict(
+        prompt_template=None,
+        system_prompt=None,
+        total_episodes=16,
+        gradient_accumulation_steps=1,
+        num_generations=2,
+        kl_coef=0.1,
+        max_prompt_length=64,
+        response_length=64,
+        max_turns=3,
+        num_eval_samples=2,
+        temperature=1.3,  # then some trajectories have one turn, some two, and some three
+    ),
     "sft": dict(
         dtype="float32",
         max_length=128,
@@ -74,6 +91,7 @@ SIX_UPDATES = {  # with these flags on top, a run has 6 updates, and everything 
     "ppo_dialog": COSINE | ADAPTIVE | dict(lr_scheduler_type="linear"),
     "rloo_tldr": COSINE | dict(total_episodes=48, whiten_rewards=True),
     "grpo_math": COSINE | dict(total_episodes=48),
+    "grpo_tools": COSINE | dict(total_episodes=48),
     "sft": COSINE | dict(num_train_epochs=4.0, max_length=256),
     "reward_model": dict(save_every=2, min_prefix_length=4, lr_scheduler_type="linear"),
     "dpo_tldr": COSINE,
@@ -113,11 +131,15 @@ def maker(scripts, world, root):
             places = dict(dataset_name=world.posts, reward_model_path=world.preference_model())
         elif script == "grpo_math":
             places = dict(dataset_name=world.tasks, reward_fn=[world.verifier])
+        elif script == "grpo_tools":
+            places = dict(dataset_name=str(ROOT / "data/calculator"), reward_fn=[world.verifier])
         elif script == "dpo_tldr":
             places = dict(dataset_name=world.pairs, eval_dataset_name=world.posts, judge_fn=world.verifier)
         else:
             places = dict(dataset_name=world.reviews)
         places["model_name_or_path"] = world.classifier() if script == "reward_model" else world.lm()
+        if script == "grpo_tools":  # a random model calls no tool
+            places["model_name_or_path"] = str(ROOT / "checkpoints/tools-sft")
         places["output_dir"] = str(root / folder)
         return scripts[script].Args(**(places | SMALL[script] | changes))
 

@@ -138,6 +138,13 @@ REFUSED = {
         "harder data": (dict(hard_dataset_name=MISSING), f"{MISSING}: no such file or folder"),
         "harder data, long prompts": (dict(hard_dataset_name="DATA/long"), "--max-prompt-length"),
     },
+    "grpo_tools": {
+        "no tool": (dict(tools=None), "there is no tool"),
+        "no reward": (dict(reward_fn=None), "there is no reward"),
+        "3 trajectories of 8": (dict(num_generations=3), "--num-generations 3 must be 2 or more, and divide"),
+        "context": (dict(response_length=500), "fewer tokens than the"),
+        "long prompts": (dict(max_prompt_length=3), "--max-prompt-length"),
+    },
     "sft": {
         "context": (dict(max_length=257), "context"),
         "empty texts": (dict(dataset_name="DATA/empty"), "examples without anything to learn"),
@@ -190,6 +197,7 @@ SIZES = {
     "ppo_dialog": f"{PPO_SIZES} num_context_utterances max_prompt_length",
     "rloo_tldr": f"{RL_SIZES} num_eval_prompts max_prompt_length local_rollout_forward_batch_size",
     "grpo_math": f"{RL_SIZES} num_eval_prompts num_eval_samples num_train_rows max_prompt_length",
+    "grpo_tools": f"{RL_SIZES} num_eval_prompts num_eval_samples max_turns max_tool_tokens tool_timeout",
     "sft": f"{STEPS} num_train_rows",
     "reward_model": STEPS,
     "dpo_tldr": f"{STEPS} num_examples response_length temperature beta",

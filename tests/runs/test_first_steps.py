@@ -72,7 +72,7 @@ def test_a_run_folder_means_its_model(sft, ppo):
     assert rows[0]["objective/scores"] == same_rows[0]["objective/scores"]
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", [name for name in ALL if name != "grpo_tools"])  # needs a chat template
 def test_a_model_with_linear_attention(scripts, small, world, tiny_lm, name):
     """Qwen3.5 in a whole run. Sampling drops rows of its states, which several responses cannot share."""
     flags = dict(model_name_or_path=tiny_lm("qwen3_5_text"))

@@ -1,0 +1,2462 @@
+"""GRPO for a language model that uses tools over several turns.
+
+A response is a trajectory: the model writes a turn; if it calls a tool, the result is appended, and the model
+writes the next turn, until it answers without a call, or runs out of turns or tokens. If you know
+grpo_math.py, this is what changes:
+
+1. The mask of sampled tokens. A trajectory holds tokens that the policy sampled and tokens that a tool wrote.
+   `sampled` [B, T] marks the first kind. Loss, entropy, KL and every mean over tokens count only these. But
+   attention reads all of them: if a tool's result were hidden from the model, the update would train another
+   policy than the one that acted. All sampled tokens of a trajectory share its advantage.
+2. The loop over turns (`rollout`). Tokens are never tokenized a second time: a row is the prompt, the sampled
+   tokens, the tokens of the tool's message, the next sampled tokens, and so on. If a turn were decoded and
+   its text tokenized again, the tokens might not be those that were sampled.
+3. Tools and environments. A tool is a function with type hints and a docstring (--tools). An environment is
+   an object that each trajectory has for itself (--environment): its public methods are tools, and it may
+   keep a state. If a call fails, the policy reads "error: ..." as its result, and can learn from it.
+4. What a reward sees. A completion is the list of all messages of a trajectory: the assistant's, with its
+   calls, and the tools'. An environment may have its own reward, get_reward().
+5. What is logged: how many calls a trajectory has, how many of them fail, and how many turns. The lengths
+   count sampled tokens only.
+
+    python grpo_tools.py                             # recipe tiny: a calculator; minutes on 2 cores
+    python grpo_tools.py guess                       # an environment: guess a number in few turns
+    python grpo_tools.py gsm8k-tools-qwen-0.5b       # Qwen2.5-0.5B-Instruct with a calculator, from the Hub
+    python grpo_tools.py --tools mine.py:search mine.py:read --reward-fn mine.py:correct
+    accelerate launch grpo_tools.py gsm8k-tools-qwen-0.5b    # on N GPUs, with N times the batch
+    python grpo_tools.py --resume RUN_FOLDER         # continue a stopped run; on a CPU, bit for bit
+
+Part I is the algorithm, from the training loop down to the math. Part II is infrastructure: models, rewards,
+data, processes, run folder, flags. Papers: DeepSeekMath (GRPO, Shao et al. 2024), DAPO (Yu et al. 2025),
+ReTool (Feng et al. 2025), Search-R1 (masks of what a tool wrote, Jin et al. 2025), Toolformer (Schick et al.
+2023). Results, metrics, which lines to change for what: docs/grpo_tools.md.
+"""
+
+# `uv run grpo_tools.py` installs these packages and needs no other set-up.
+#
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "torch==2.13.0",
+#     "transformers==5.23.0",
+#     "datasets==5.2.0",
+#     "accelerate==1.15.0",
+#     "tyro==1.0.17",
+#     "rich==15.0.0",
+#     "peft==0.21.2",
+# ]
+# ///
+
+import copy
+import csv
+import datetime
+import gzip
+import importlib
+import inspect
+import json
+import logging
+import math
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import string
+import sys
+import threading
+import time
+import warnings
+from collections import defaultdict
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Literal
+
+import accelerate
+import datasets
+import torch
+import torch.nn.functional as F
+import transformers
+import tyro
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
+
+# ============================================================================================================
+# Part I: the algorithm
+# ============================================================================================================
+
+
+@dataclass
+class Args:
+    """The defaults are the recipe gsm8k-tools-qwen-0.5b, except for micro-batches, episodes, learning rate.
+
+    A command line that names no recipe and no model starts from the recipe tiny, which replaces some of them.
+    """
+
+    # Run
+    recipe: tyro.conf.Suppress[str] = "custom"  # first word of the command line
+    seed: int = 1  # random seed; all sampling is a function of (seed, update)
+    output_dir: str | None = None  # run folder (default: runs/<script>/<recipe>-s<seed>-<time>)
+    resume: str | None = None  # continue the run in this folder
+    eval_every: int = 0  # updates between evaluations during training (0: only before and after)
+    save_every: int = 10  # updates between checkpoints (0: only at the end, or after a signal)
+    keep_checkpoints: int = 2  # number of checkpoints to keep
+    log_with: Literal["none", "wandb", "tensorboard"] = "none"  # a tracker, in addition to metrics.jsonl
+    num_sample_generations: int = 10  # about how many times samples are printed; first after update 1
+    num_eval_prompts: int = 256  # number of held-out tasks to solve before and after training, per data set
+    num_eval_samples: int = 8  # responses to each of them: the k of pass@k
+
+    # Model
+    model_name_or_path: str = "Qwen/Qwen2.5-0.5B-Instruct"  # initial policy: Hub name, folder, or LoRA folder
+    dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # auto: bf16 on GPUs that have it, else float32
+    load_in_8bit: bool = False  # frozen weights in 8 bit: the base model of LoRA, or else the reference
+    num_shared_layers: int = 0  # freeze embeddings and this many first layers; share them with the reference
+    gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
+    lora_r: int = 0  # LoRA rank (0: train all weights); the reference is then the policy without its adapter
+    lora_alpha: int = 32  # LoRA scale: the adapter adds lora_alpha / lora_r * B A
+    lora_target_modules: str = "all-linear"  # layers with an adapter: comma-separated names, or all-linear
+
+    # Tasks and rewards
+    dataset_name: str = "openai/gsm8k:main"  # Hub name, NAME:CONFIG, folder, file; rewards get all columns
+    num_train_rows: int | None = None  # train on only N rows, drawn at random; None: on all
+    prompt_template: str | None = "{question}"  # makes prompts, if the data have no column prompt
+    system_prompt: str | None = (  # system message of each chat, or text before each prompt
+        "Think step by step, use the calculator, and put your final answer within \\boxed{}."
+    )
+    chat_template_kwargs: str | None = None  # template options, in JSON: {"enable_thinking": false}
+    reward_fn: list[str] | None = field(  # FILE.py:function ...; f(completions, **columns) -> one number each
+        default_factory=lambda: ["data/math_rewards.py:correct"]
+    )
+    reward_weights: list[float] | None = None  # one for each function of --reward-fn; None: 1 each
+    max_prompt_length: int = 512  # tasks whose prompt has more tokens are skipped
+    response_length: int = 512  # longest trajectory, in tokens: sampled ones and those of the tools together
+    stop_token: Literal["eos"] | None = "eos"  # end at EOS and the model's other stop tokens; None: never
+    stop_token_id: list[int] | None = None  # end responses at these token ids only; replaces --stop-token
+    temperature: float = 1.0  # sampling temperature; all log-probabilities use it too
+
+    # Tools
+    tools: list[str] | None = field(  # FILE.py:function ..., with type hints and a docstring
+        default_factory=lambda: ["data/tools.py:calculator"]
+    )
+    environment: str | None = None  # FILE.py:Class; each trajectory has one: see load_tools
+    max_turns: int = 4  # turns of the policy in a trajectory
+    max_tool_tokens: int = 128  # a longer result of a tool is cut
+    tool_timeout: float = 10.0  # seconds; a call that takes longer gets "error: ..."
+
+    # Batch. Responses per update: per_device_train_batch_size x gradient_accumulation_steps x
+    # num_mini_batches x processes; tasks per update: responses per update / num_generations. Unlike in
+    # CleanRL, more minibatches make the batch larger, not the minibatches smaller.
+
+    total_episodes: int = 100_000  # number of responses in the whole run, rounded up to whole batches
+    per_device_train_batch_size: int = 8  # responses per forward and backward pass on one process
+    gradient_accumulation_steps: int = 32  # micro-batches per optimizer step
+    num_mini_batches: int = 1  # optimizer steps per epoch
+    num_ppo_epochs: int = 1  # epochs over each batch of rollouts
+    local_rollout_forward_batch_size: int = 64  # responses generated at once on one process: whole groups
+
+    # GRPO
+    num_generations: int = 8  # responses per task, the size of a group; 2 or more
+    kl_coef: float = 0.0  # coefficient of the KL to the initial policy, in the loss; 0: no KL penalty
+    cliprange: float = 0.2  # ratios are clipped to 1 +- this; no effect with one optimizer step per batch
+
+    # Optimizer
+    learning_rate: float = 1e-6  # the highest learning rate of the schedule
+    optimizer: str = "torch.optim.Adam"  # dotted name: torch.optim.SGD, bitsandbytes.optim.Adam8bit, ...
+    adam_eps: float = 1e-8  # epsilon of Adam
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # shape after the warm-up
+    warmup_ratio: float = 0.0  # fraction of updates in which the learning rate rises to its full value
+    max_grad_norm: float | None = 1.0  # clip the gradient to this norm; None: no clipping
+
+
+RECIPES = {
+    "tiny": Args(  # a small model and calculations that come with this repository
+        optimizer="torch.optim.AdamW",  # with weight decay 0.01; in the other recipes and in TRL, it is 0
+        model_name_or_path="checkpoints/tools-sft",
+        dataset_name="data/calculator",
+        prompt_template=None,
+        system_prompt=None,
+        dtype="float32",
+        total_episodes=25_600,
+        per_device_train_batch_size=64,
+        gradient_accumulation_steps=4,
+        local_rollout_forward_batch_size=256,
+        max_prompt_length=64,
+        response_length=96,
+        learning_rate=1e-4,
+        num_sample_generations=3,
+    ),
+    "guess": Args(  # the same model guesses a number from 1 to 31; the best policy needs 4.16 guesses
+        optimizer="torch.optim.AdamW",
+        model_name_or_path="checkpoints/tools-sft",
+        dataset_name="data/guess",
+        prompt_template=None,
+        system_prompt=None,
+        tools=None,
+        environment="data/tools.py:GuessTheNumber",
+        reward_fn=None,
+        max_turns=9,
+        dtype="float32",
+        total_episodes=51_200,
+        per_device_train_batch_size=64,
+        gradient_accumulation_steps=4,
+        local_rollout_forward_batch_size=256,
+        max_prompt_length=64,
+        response_length=256,
+        learning_rate=1e-4,
+        num_sample_generations=3,
+    ),
+    "gsm8k-tools-qwen-0.5b": Args(  # large micro-batches, for a GPU with 80 GB
+        total_episodes=13_056,
+        per_device_train_batch_size=32,
+        gradient_accumulation_steps=8,
+        local_rollout_forward_batch_size=256,
+        learning_rate=3e-6,
+    ),
+}
+
+
+# ---- Training ----------------------------------------------------------------------------------------------
+#
+# Shapes: P tasks with k trajectories each make B = P * k rows; n rows in a micro-batch, C positions of the
+# prompt, T positions of the trajectory, V tokens in the vocabulary, H hidden units. The k trajectories of a
+# task are neighbors everywhere, so `x.view(P, k)` has one group per row. A row of C + T tokens is a
+# left-padded prompt and a right-padded trajectory, here with C = 4 and T = 9:
+#
+#     pad   What  8*9   ?   |  call  8*9   EOS   tool  72    asst  72    EOS   pad     length: 8
+#     sampled:                 1     1     1     0     0     0     1     1     0       5 sampled tokens
+#
+# The hidden state of each token predicts the next one: "asst", which the chat template writes, predicts "72".
+#
+# Size letters are local to a function: train passes t to learner(...), whose parameter is called T.
+
+
+def train(args):
+    """The whole run, from the flags to the final table. -> (Policy, run folder)"""
+    check_numbers(args)
+    n, k, T = args.per_device_train_batch_size, args.num_generations, args.response_length
+    if k < 2 or n * args.gradient_accumulation_steps % k != 0:
+        raise UserError(
+            f"--num-generations {k} must be 2 or more, and divide the minibatch of a process: "
+            "per_device_train_batch_size x gradient_accumulation_steps"
+        )
+    accelerator = start_accelerator(args)
+    device, world = accelerator.device, accelerator.num_processes
+    B = n * args.gradient_accumulation_steps * args.num_mini_batches * world  # episodes per update
+    P = B // k  # tasks per update
+    updates = math.ceil(args.total_episodes / B)
+    status = {"reward": "objective/scores", "calls": "tools/call_frequency"}  # for the progress bar
+    run = Run(args, accelerator, updates, status)
+
+    tokenizer = load_tokenizer(args.model_name_or_path)
+    set_template_options(tokenizer, args)
+    refuse_appended_eos(tokenizer, args.model_name_or_path)
+    reward_functions = load_rewards(args)  # early, so that a typo shows before a model is loaded
+    # make_tools() -> the tools of a new trajectory, a dict: name -> function; and its environment, or None
+    make_tools, schemas = load_tools(args)
+    # The chat template writes the tools' names and arguments into every prompt.
+    tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, tools=schemas)
+    train_tasks, held_out, counts = load_all_tasks(args, tokenizer)
+    policy, ref_model = load_policy(args, args.model_name_or_path, device), None
+    has_kl = args.kl_coef != 0
+    if has_kl:
+        ref_model = load_reference(args, policy, args.model_name_or_path, device)
+    elif args.load_in_8bit and not args.lora_r:
+        raise UserError("--load-in-8bit: without LoRA and a reference, no weights are frozen")
+    check_group_model(policy, args.model_name_or_path, args.max_prompt_length + T)
+    # Three names for the same weights. `policy`, the Hugging Face model, generates. `model` wraps it: its
+    # forward pass gives log-probabilities. `learner` is what the optimizer trains: `model` itself, DDP around
+    # it or, with FSDP2 and ZeRO-3, a sharded copy. copy_weights copies that back after each update.
+    model = Policy(policy)
+    stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)  # [any number]
+    turn_format = TurnFormat(tokenizer, stop_ids)
+    # Functions of --reward-fn get this. global_step: updates so far. Both evaluations use the last value, so
+    # that a reward with a schedule scores before and after alike.
+    trainer_state = transformers.TrainerState(max_steps=updates, global_step=updates)
+    # get_scores(trajectories) -> dict: name of the reward -> [B]. It holds trainer_state, so the reward
+    # functions see the number of each update.
+    get_scores = partial(score_trajectories, reward_functions, trainer_state, device)
+    is_bf16 = wants_bf16(args, device)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
+
+    accelerator.print(
+        f"recipe {args.recipe}: {args.model_name_or_path} on {args.dataset_name}, {device}, bf16: {is_bf16}\n"
+        f"tasks whose prompt is complete and short enough: {counts}\n"
+        f"batch: {n} responses per pass x {args.gradient_accumulation_steps} accumulated "
+        f"x {args.num_mini_batches} minibatches x {world} processes = {B} episodes = {P} tasks x {k}; "
+        f"{updates} updates x {args.num_ppo_epochs} epochs x {args.num_mini_batches} minibatches = "
+        f"{updates * args.num_ppo_epochs * args.num_mini_batches} optimizer steps"
+    )
+
+    # The random numbers of an evaluation depend only on the seed, so they are the same before and after
+    # training. In a resumed run too, `before` measures the initial policy, because run.start loads a
+    # checkpoint only below.
+    # respond(batch, args) -> b, responses. It is sample_trajectories: turns, tools, get_scores.
+    respond = partial(sample_trajectories, policy, tokenizer, turn_format, make_tools, stop_ids, get_scores)
+    with autocast:
+        before = evaluate_all(respond, held_out, args, accelerator)
+
+    learner, optimizer = make_learner(model, args, accelerator)
+    state = run.start(B)  # update 0 in a new run
+    copy_weights(learner, model)  # run.start may have loaded a checkpoint into the learner
+    is_first_step = True
+
+    for update in range(state["update"] + 1, updates + 1):
+        # 1. Rollout. All random numbers are drawn for the global batch. Each process generates all k
+        #    responses to its share of the tasks; then every process gets all of them. For a given B, the
+        #    result does not depend on the number of processes, up to rounding.
+        start_time = time.time()
+        trainer_state.global_step = update - 1
+        # Nothing here uses the global generators, but your own reward function might. Each process has its
+        # own seed.
+        set_global_seed(args.seed, update, accelerator.process_index)
+        # The next P tasks of an endless stream of shuffled passes.
+        task_numbers = stream_rows(len(train_tasks), (update - 1) * P, P, args.seed)
+        prompt_batch = draw_groups([train_tasks[i] for i in task_numbers], k, args, update)
+        with accelerator.split_between_processes(prompt_batch) as prompt_share, autocast:
+            b, responses = rollout_tasks(respond, model, ref_model, prompt_share, args)
+        # b, with one row per trajectory: ids, mask [B, C + T]; sampled [B, T]; lengths, stopped, calls,
+        # failures, turns, scores, rewards/NAME [B]; sampling_logprobs and, if they are used, logprobs (old)
+        # and ref_logprobs [B, T]. After gather, it has the rollouts of all processes. `responses` has only
+        # the texts of this process.
+        b = accelerator.gather(b)
+        C = b["ids"].shape[1] - T  # positions of the longest prompt in this batch
+        sampled = b["sampled"]  # [B, T]
+        rollout_end = time.time()
+
+        # 2. Advantages: one per response, and the same for all its tokens.
+        advantages = grpo_advantages(b["scores"], k)  # [B]
+
+        # 3. Train. Minibatches are drawn from the global batch; each process trains on its share, n rows at
+        #    a time. A minibatch, and each share of it, consists of whole groups, and neighboring rows of a
+        #    group share one pass over their prompt (`group_logprobs`). If a micro-batch cuts a group, its
+        #    prompt is read once more. The loss is the sum over this process's tokens, divided by the number
+        #    of tokens in the minibatch on all processes (DAPO). So the gradient does not depend on how a
+        #    minibatch is split, up to rounding.
+        learner.train(args.gradient_checkpointing)  # there is no dropout; only checkpointing needs train mode
+        for param_group in optimizer.param_groups:
+            param_group["lr"] = learning_rate(args, update, updates)
+        metric_sums = defaultdict(float)  # sums over the tokens of all minibatches and epochs
+        max_sampling_gap = torch.zeros((), device=device)
+        for epoch in range(args.num_ppo_epochs):
+            order = torch.randperm(P, generator=generator_for(args.seed, "order", update, epoch)).to(device)
+            for minibatch in order.split(P // args.num_mini_batches):  # indices of tasks
+                num_tokens = sampled.view(P, k, T)[minibatch].sum()
+                with accelerator.split_between_processes(minibatch) as share:
+                    # Row numbers of their trajectories, short ones first: this needs less padding.
+                    rows_of_share = sorted_groups(share, b["lengths"], k, can_reuse_prompts(policy))
+                # accelerate expects gradient_accumulation_steps micro-batches per step (asserted below), so
+                # do not drop rows here. To leave out a trajectory, set its row of `sampled` to False before
+                # this step: then it counts in no loss. (Its reward does, in the advantages of its group and
+                # in the means over trajectories.)
+                for rows in rows_of_share.split(n):
+                    t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
+                    mb_sampled = sampled[rows, :t]  # [n, t]; no loss on what the tools wrote
+                    token_advantages = advantages[rows, None].expand(-1, t)  # [n, t]
+
+                    # accumulate: processes exchange gradients only at the last micro-batch.
+                    with accelerator.accumulate(learner):
+                        with autocast:
+                            new_logprobs, entropies = learner(
+                                b["ids"][rows, : C + t], b["mask"][rows, : C + t], t, args.temperature
+                            )  # [n, t] each, 0 after the end of a response; only these have a gradient
+                        if takes_several_steps(args):
+                            old_logprobs = b["logprobs"][rows, :t]
+                        else:
+                            old_logprobs = new_logprobs.detach()  # the ratio is 1, but has a gradient
+                        policy_loss = clipped_policy_loss(
+                            new_logprobs, old_logprobs, token_advantages, args.cliprange
+                        )
+                        token_loss = policy_loss
+                        # k3, as in the GRPO paper. Its gradient is that of KL(reference || policy). (TRL 1.16
+                        # multiplies k3 by the ratio, which makes it that of KL(policy || reference).)
+                        if has_kl:
+                            token_kl = kl_per_token(new_logprobs, b["ref_logprobs"][rows, :t], "k3")
+                            token_loss = policy_loss + args.kl_coef * token_kl
+                        loss = (token_loss * mb_sampled).sum() / num_tokens
+                        # We want the sum, but DDP averages over processes, and accelerate over micro-batches.
+                        accelerator.backward(loss * world * args.gradient_accumulation_steps)
+
+                    with torch.no_grad():
+                        log_ratio = new_logprobs - old_logprobs
+                        ratio = log_ratio.clamp(max=40).exp()  # the square of a larger one may be infinite
+                        # Generation computes one token at a time, with a cache. How far its log-probabilities
+                        # are from those of a full forward pass:
+                        sampling_gap = (b["sampling_logprobs"][rows, :t] - old_logprobs).abs()
+                        max_sampling_gap = torch.maximum(max_sampling_gap, (sampling_gap * mb_sampled).max())
+                        token_metrics = {
+                            "loss/policy_avg": policy_loss,
+                            "policy/approxkl_avg": 0.5 * log_ratio**2,
+                            # clipfrac: how often clipping raises the loss above that of the plain ratio.
+                            "policy/clipfrac_avg": policy_loss > -token_advantages * ratio,
+                            "policy/entropy_avg": entropies,
+                            "val/ratio": ratio,
+                            "val/ratio_var": (ratio - 1) ** 2,  # becomes the variance below
+                            "sampling/logprob_gap_mean": sampling_gap,
+                            "logprob": old_logprobs,
+                        }
+                        if has_kl:
+                            # The metric is k1 under the old policy; the loss has k3 under the new one.
+                            ref_logprobs = b["ref_logprobs"][rows, :t]
+                            token_metrics["kl"] = kl_per_token(old_logprobs, ref_logprobs, "k1")
+                        metric_sums["tokens"] += mb_sampled.sum()
+                        for name, x in token_metrics.items():
+                            metric_sums[name] += (x * mb_sampled).sum()
+                        # No optimizer step since the rollout: these are log-probabilities of one policy.
+                        if is_first_step:
+                            num_sampled = mb_sampled.sum().clamp(min=1)
+                            gap = (log_ratio.abs() * mb_sampled).sum() / num_sampled
+                            assert gap < 0.02, f"rollout and update differ by {gap:.2g} nats per token"
+                            gap = (sampling_gap * mb_sampled).sum() / num_sampled
+                            assert gap < 0.1, f"sampling and update differ by {gap:.2g} nats per token"
+
+                assert accelerator.sync_gradients, "no optimizer step: too few or too many micro-batches"
+                is_first_step = False
+                grad_norm = accelerator.clip_grad_norm_(learner.parameters(), args.max_grad_norm or math.inf)
+                optimizer.step()
+                optimizer.zero_grad()
+        copy_weights(learner, model)
+
+        # 4. Log. Metrics that TRL also logs keep its names: RLOOTrainer's (TRL 0.11) and GRPOTrainer's
+        #    (completions/*, rewards/*, frac_reward_zero_std).
+        metric_sums = accelerator.reduce(dict(metric_sums), "sum")
+        tokens_trained = metric_sums.pop("tokens").clamp(min=1)
+        update_metrics = {name: x / tokens_trained for name, x in metric_sums.items()}
+        # var r = E[(r - 1)^2] - (E[r - 1])^2
+        update_metrics["val/ratio_var"] -= (update_metrics["val/ratio"] - 1) ** 2
+        score_std_of_groups = b["scores"].view(P, k).std(1, correction=0)  # [P]
+        lengths = sampled.sum(1).float()  # [B]; without the tokens that the tools wrote
+        tokens_per_trajectory = tokens_trained / (B * args.num_ppo_epochs)  # those in the loss
+        # -log p of a whole response, for the sampled tokens. (policy/entropy_avg is exact, and per token.)
+        entropy = -update_metrics.pop("logprob") * tokens_per_trajectory
+        metrics = {
+            "update": update,
+            "episode": update * B,
+            "lr": optimizer.param_groups[0]["lr"],
+            "objective/entropy": entropy,
+            "objective/scores": b["scores"].mean(),
+            **update_metrics,
+            "grad_norm": unshard(grad_norm),  # of the last optimizer step, before clipping
+            "val/num_eos_tokens": b["stopped"].sum(),
+            "env/reward_mean": b["scores"].mean(),  # as objective/scores, because there are no penalties
+            "env/reward_std": b["scores"].std(correction=0),
+            # The fraction of groups with equal rewards, up to rounding. Their advantages are 0.
+            "frac_reward_zero_std": (score_std_of_groups < 1e-6).float().mean(),
+            **reward_means(b),
+            "completions/mean_length": lengths.mean(),
+            "completions/min_length": lengths.min(),
+            "completions/max_length": lengths.max(),
+            "completions/clipped_ratio": 1 - b["stopped"].float().mean(),  # no room, or no turn, was left
+            # TRL's names: calls per trajectory, and the share of calls that failed.
+            "tools/call_frequency": b["calls"].mean(),
+            "tools/failure_frequency": b["failures"].sum() / b["calls"].sum().clamp(min=1),
+            "tools/turns": b["turns"].mean(),
+            "sampling/logprob_gap_max": accelerator.gather(max_sampling_gap).max(),
+            **performance_metrics(start_time, rollout_end, lengths.sum(), device),
+        }
+        metrics["eps"] = B / metrics["perf/seconds"]  # episodes per second
+        if has_kl:
+            metrics["objective/kl"] = metrics.pop("kl") * tokens_per_trajectory
+            metrics["objective/kl_coef"] = args.kl_coef
+        if args.eval_every and update % args.eval_every == 0 and update < updates:
+            trainer_state.global_step = updates  # as in the other evaluations
+            with autocast:
+                records = evaluate_all(respond, held_out, args, accelerator)
+            metrics |= {f"eval/{name}": x for name, x in table_metrics(records).items()}
+        run.log(metrics)  # tensors become numbers; raises if one is not finite
+        if (b["scores"] == b["scores"][0]).all():
+            accelerator.print("all scores are equal: the reward teaches nothing")
+        if args.num_sample_generations and (
+            update == 1 or update % max(1, updates // args.num_sample_generations) == 0
+        ):
+            # The k responses to the first task, which the main process generated.
+            with torch.no_grad(), autocast:
+                _, entropies = model(b["ids"][:k], b["mask"][:k], T, args.temperature)
+            token_columns = {
+                "ids": b["ids"][:k, C:],
+                "logprob": b["sampling_logprobs"][:k],
+                "entropy": entropies,  # of the policy after this update
+                "advantage": advantages[:k, None].expand(k, T),
+                "sampled": sampled[:k],
+            }
+            if has_kl:
+                kl = kl_per_token(b["sampling_logprobs"][:k], b["ref_logprobs"][:k], "k1")
+                token_columns["kl"] = kl  # [k, T]
+            prompt = plain_text(prompt_share["examples"][0]["prompt"])
+            samples = {"prompt": [prompt] * k, "response": responses[:k], "score": b["scores"][:k].tolist()}
+            log_samples(run, update, rows_of(samples), b["lengths"], token_columns)
+
+        # 5. Save.
+        run.checkpoint({"update": update, "batch_size": B})
+
+    # 6. Evaluate on the same held-out tasks again, and save the model.
+    trainer_state.global_step = updates
+    with autocast:
+        after = evaluate_all(respond, held_out, args, accelerator)
+    if accelerator.is_main_process:
+        report_tasks(run, before, after)
+        save_policy(policy, tokenizer, run.folder / "model")
+    run.finish()
+    return model, run.folder
+
+
+# ---- Evaluation --------------------------------------------------------------------------------------------
+
+
+def evaluate_all(respond, held_out, args, accelerator):
+    """Solve all held-out tasks, with the same random numbers before and after training.
+
+    held_out: dict: name -> tasks. Returns a dict: name -> records (see evaluate_tasks), one for each set of
+    tasks, "without tools" and "greedy".
+    """
+    records = {name: evaluate_tasks(respond, tasks, args, accelerator) for name, tasks in held_out.items()}
+    # The control: a call gets no answer.
+    one_turn = replace(args, max_turns=1)
+    records["without tools"] = evaluate_tasks(respond, held_out["held-out"], one_turn, accelerator)
+    # Nearly greedy decoding: does the policy know the answer, but lose it in sampling?
+    greedy_args = replace(args, temperature=0.01, num_eval_samples=1)
+    records["greedy"] = evaluate_tasks(respond, held_out["held-out"], greedy_args, accelerator)
+    return records
+
+
+def evaluate_tasks(respond, tasks, args, accelerator):
+    """Solve each task k = num_eval_samples times. Each process takes its share of the tasks.
+
+    respond: sample_trajectories, with everything but the batch and the flags filled in; tasks: list of dict,
+    from load_tasks. A trajectory is right if the first reward that applies to it is 1 or more.
+    -> one dict per task, for the tasks of all processes:
+        task                    str, the prompt
+        responses               k str, with the results of the tools
+        right, ended            k bool
+        length                  k int, in sampled tokens
+        turns, calls, failures  k numbers
+        rewards/NAME            k numbers, for each reward; None: it does not apply
+    """
+    # Nothing here uses the global generators, but your own reward or tool might.
+    set_global_seed(args.seed, "held-out", accelerator.process_index)
+    k = args.num_eval_samples
+    records = []
+    with accelerator.split_between_processes(draw_groups(tasks, k, args, "held-out")) as share:
+        if share["examples"]:  # there may be more processes than tasks
+            b, responses = respond(share, args)
+            scores_by_name = {name: x for name, x in b.items() if name.startswith("rewards/")}
+            first_score = torch.full_like(b["calls"], math.nan)  # [P * k]
+            for score in scores_by_name.values():
+                first_score = torch.where(first_score.isnan(), score, first_score)
+            columns = scores_by_name | {"right": first_score >= 1, "ended": b["stopped"]}
+            columns |= {"length": b["sampled"].sum(1)} | {x: b[x] for x in ("turns", "calls", "failures")}
+            for i, task in enumerate(share["examples"]):
+                group = slice(i * k, (i + 1) * k)
+                record = {"task": plain_text(task["prompt"]), "responses": responses[group]}
+                for name, x in columns.items():
+                    record[name] = [None if math.isnan(value) else value for value in x[group].tolist()]
+                records.append(record)
+    return accelerate.utils.gather_object(records)
+
+
+def table_metrics(records):
+    """The numbers of the final table. records: from evaluate_all -> dict of floats"""
+    metrics = {}
+    for name in records:
+        for metric, x in trajectory_metrics(records[name]).items():
+            metrics[f"{name}: {metric}"] = x
+    return metrics
+
+
+def trajectory_metrics(records):
+    """The numbers of the final table for one set of tasks. Records as in evaluate_tasks -> dict of floats"""
+    pass_at_1 = [fmean(record["right"]) for record in records]  # of each task
+
+    def mean(name):
+        """Over all trajectories to which it applies."""
+        values = [x for record in records for x in record[name] if x is not None]
+        return fmean(values or [0])
+
+    k = len(records[0]["right"])
+    metrics = {
+        "pass@1": fmean(pass_at_1),
+        "+- (95 % interval)": 1.96 * pstdev(pass_at_1) / len(records) ** 0.5,
+        f"pass@{k}": fmean(any(record["right"]) for record in records),
+        "calls per trajectory": mean("calls"),
+        "failed calls": mean("failures") / max(mean("calls"), 1e-8),
+        "turns": mean("turns"),
+        "sampled tokens": mean("length"),
+        "ended by itself": mean("ended"),
+    }
+    return metrics | {name: mean(name) for name in records[0] if name.startswith("rewards/")}
+
+
+# ---- Rollout -----------------------------------------------------------------------------------------------
+
+
+def draw_groups(examples, k, args, purpose):
+    """Prompts, left-padded to the longest one, and random numbers to sample k responses to each.
+
+    examples: P dicts with ids, the tokens of the prompt; purpose: the number of the update, or "held-out"
+    -> dict: examples (list of P), ids [P, C], bool mask [P, C], uniforms [P, k, T]
+    """
+    lengths = torch.tensor([len(example["ids"]) for example in examples])
+    mask = length_mask(lengths, lengths.max()).flip(1)  # [P, C], prompts end in the last column
+    ids = torch.zeros(mask.shape, dtype=torch.long)  # 0 only fills the row: the mask hides it
+    ids[mask] = torch.tensor([token for example in examples for token in example["ids"]])
+    generator = generator_for(args.seed, "tokens", purpose)
+    uniforms = torch.rand(len(examples), k, args.response_length, generator=generator)
+    return dict(examples=examples, ids=ids, mask=mask, uniforms=uniforms)
+
+
+def generator_for(seed, *purpose):
+    """A random generator for one purpose, such as (seed, "tokens", update), independent of all others."""
+    # random.Random hashes a str with SHA-512, which is the same in every process; hash() is not.
+    return torch.Generator().manual_seed(random.Random(repr((seed, *purpose))).getrandbits(63))
+
+
+def stream_rows(num_rows, start, count, seed):
+    """Row numbers start ... start + count - 1 of an endless stream of shuffled passes. -> [count]"""
+    first, last = start // num_rows, (start + count - 1) // num_rows
+    generators = [generator_for(seed, "pass", number) for number in range(first, last + 1)]
+    rows = torch.cat([torch.randperm(num_rows, generator=generator) for generator in generators])
+    return rows[start - first * num_rows :][:count]
+
+
+@torch.no_grad()
+def rollout_tasks(respond, model, ref_model, batch, args):
+    """Sample k responses to each task, reward them, and compute old and reference log-probabilities.
+
+    respond: sample_trajectories, with everything but batch and args filled in; batch: from draw_groups.
+    Returns
+    - the dict of sample_trajectories, and scores (the weighted sum of the rewards) [P * k]; logprobs (if
+      takes_several_steps), ref_logprobs (if kl_coef is not 0) [P * k, T]
+    - the responses, P * k str
+    """
+    b, responses = respond(batch, args)
+    scores_by_name = {name: x for name, x in b.items() if name.startswith("rewards/")}
+    b["scores"] = weighted_sum(scores_by_name, args.reward_weights)  # [P * k]
+
+    # Old log-probabilities, the denominator of the ratio. With one optimizer step per batch, the policy does
+    # not change before the update, and train uses its new log-probabilities as the old ones. With several
+    # steps they are computed here, by a forward pass over the whole responses. Log-probabilities from
+    # generation differ more, so they are only logged.
+    P, k, T = batch["uniforms"].shape
+    C = b["ids"].shape[1] - T
+    if takes_several_steps(args):
+        b["logprobs"] = torch.zeros_like(b["sampling_logprobs"])
+    if args.kl_coef != 0:
+        b["ref_logprobs"] = torch.zeros_like(b["sampling_logprobs"])
+    groups = torch.arange(P, device=b["ids"].device)
+    sorted_rows = sorted_groups(groups, b["lengths"], k, can_reuse_prompts(model.policy))
+    for rows in sorted_rows.split(args.per_device_train_batch_size):
+        t = b["lengths"][rows].max().item()
+        inputs = b["ids"][rows, : C + t], b["mask"][rows, : C + t], t, args.temperature
+        if "logprobs" in b:
+            b["logprobs"][rows, :t], _ = model(*inputs)
+        if "ref_logprobs" in b:
+            b["ref_logprobs"][rows, :t] = reference_group_logprobs(ref_model, model.policy, *inputs)
+    return b, responses
+
+
+def takes_several_steps(args):
+    """True if the policy changes while it learns from a batch. Only then can a ratio differ from 1."""
+    return args.num_ppo_epochs * args.num_mini_batches > 1
+
+
+def sorted_groups(groups, lengths, k, reuses_prompts):
+    """The row numbers of whole groups, those with short responses first: they need less padding.
+
+    groups: indices of prompts [G]; lengths of all responses [P * k]; reuses_prompts: the responses of a group
+    stay neighbors, because their prompt is read once -> [G * k]
+    """
+    longest = lengths.view(-1, k).amax(1)[groups]  # [G]
+    groups = groups[longest.argsort(stable=True)]
+    rows = (groups[:, None] * k + torch.arange(k, device=groups.device)).flatten()
+    return rows if reuses_prompts else rows[lengths[rows].argsort(stable=True)]
+
+
+@dataclass
+class Trajectory:
+    """What the policy and its tools write after one prompt."""
+
+    example: dict  # the task: ids, prompt, columns
+    tools: dict  # name -> function
+    environment: object  # what these tools change, or None
+    uniforms: torch.Tensor  # [T], a random number for each token
+    tokens: list = field(default_factory=list)  # what was sampled, and what the chat template adds for tools
+    sampled: list = field(default_factory=list)  # bool, for each token
+    logprobs: list = field(default_factory=list)  # with which it was sampled, or 0
+    messages: list = field(default_factory=list)  # for reward functions
+    has_ended: bool = False  # by an answer: a complete turn without a call
+    num_turns: int = 0
+    num_calls: int = 0
+    num_failures: int = 0
+
+    def add(self, tokens, logprobs=None):
+        """Append tokens. Without log-probabilities they were not sampled."""
+        self.tokens += tokens
+        self.sampled += len(tokens) * [logprobs is not None]
+        self.logprobs += logprobs or len(tokens) * [0.0]
+
+
+def rollout(policy, tokenizer, turn_format, make_tools, stop_ids, batch, args):
+    """Let the policy write k trajectories for each task, turn by turn.
+
+    batch: from draw_groups -> P * k Trajectory; the k trajectories of a task are neighbors
+    """
+    P, k, T = batch["uniforms"].shape
+    trajectories = []
+    for example, uniforms_of_group in zip(batch["examples"], batch["uniforms"]):
+        for uniforms in uniforms_of_group:  # [T]
+            trajectories.append(Trajectory(example, *make_tools(example["columns"]), uniforms))
+
+    writers = trajectories  # those that go on
+    texts = [example["ids"] for example in batch["examples"]]  # k writers begin with the same text
+    for _ in range(args.max_turns):
+        # 1. The policy reads each text and writes the next turn, while there is room for it.
+        uniforms = [x.uniforms[len(x.tokens) :] for x in writers]
+        turns = sample_turns(policy, texts, uniforms, stop_ids, args)
+        for x, (tokens, logprobs) in zip(writers, turns, strict=True):
+            x.add(tokens, logprobs)
+            x.num_turns += 1
+            text, is_complete = turn_format.text_of_turn(tokens)
+            calls = find_calls(text)
+            x.messages.append({"role": "assistant", "content": text, "tool_calls": calls})
+            x.has_ended = is_complete and not calls
+
+        # 2. The tools answer. Their message is appended if it leaves room for the policy's next turn.
+        callers = [x for x in writers if x.messages[-1]["tool_calls"] and x.tokens[-1] == turn_format.end]
+        writers = []
+        for x, results in zip(callers, call_tools(callers, args.tool_timeout)):
+            results = [cut_text(tokenizer, result, args.max_tool_tokens) for result in results]
+            tokens = turn_format.after_calls(results)
+            if len(x.tokens) + len(tokens) < T and x.num_turns < args.max_turns:
+                x.add(tokens)
+                x.messages += [{"role": "tool", "content": result} for result in results]
+                writers.append(x)
+        if not writers:
+            break
+        texts = [x.example["ids"] + x.tokens for x in writers]
+    return trajectories
+
+
+def sample_turns(policy, texts, uniforms, stop_ids, args):
+    """Sample what comes after each text, until a stop token or until the random numbers are used up.
+
+    texts: G lists of token ids; uniforms: the random numbers of each of the G * k turns, a list of tensors
+    -> G * k pairs of tokens and the log-probabilities they were sampled with, both lists
+    """
+    k = len(uniforms) // len(texts)
+    padded = nn.utils.rnn.pad_sequence(uniforms, batch_first=True).unflatten(0, (-1, k))  # [G, k, L]
+    outputs = []
+    for part in torch.arange(len(texts)).split(max(1, args.local_rollout_forward_batch_size // k)):
+        ids = [torch.tensor(texts[i]) for i in part.tolist()]
+        ids = nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=-1, padding_side="left")
+        ids = ids.to(stop_ids.device)  # [texts, C]
+        inputs = ids.clamp(min=0), ids >= 0, padded[part].to(ids.device)
+        outputs.append(generate_groups(policy, *inputs, stop_ids, args.temperature))
+    tokens, logprobs = [torch.cat(parts) for parts in zip(*outputs)]  # [G * k, L] each
+    lengths = response_lengths(tokens, stop_ids).tolist()
+    turns = []
+    for length, numbers, *turn in zip(lengths, uniforms, tokens.tolist(), logprobs.tolist()):
+        turns.append([x[: min(length, len(numbers))] for x in turn])
+    return turns
+
+
+@torch.no_grad()
+def sample_trajectories(policy, tokenizer, turn_format, make_tools, stop_ids, get_scores, batch, args):
+    """Sample k trajectories for each task, and reward them.
+
+    get_scores(trajectories) -> dict: name of the reward -> [P * k]; batch: from draw_groups. Returns
+    - a dict of tensors, in which the trajectories of a task are neighbors: ids, mask [P * k, C + T]; sampled
+      [P * k, T]; lengths, stopped, turns, calls, failures, rewards/NAME [P * k]; sampling_logprobs [P * k, T]
+    - the texts of the trajectories, with the results of the tools, P * k str
+    """
+    policy.eval()
+    device = stop_ids.device
+    P, k, T = batch["uniforms"].shape
+    trajectories = rollout(policy, tokenizer, turn_format, make_tools, stop_ids, batch, args)
+    scores_by_name = get_scores(trajectories)  # name -> [P * k]
+
+    lengths = torch.tensor([len(x.tokens) for x in trajectories])  # [P * k]
+    valid = length_mask(lengths, T)  # [P * k, T]; attention reads all of these
+    sampled, tokens = torch.zeros_like(valid), torch.zeros(valid.shape, dtype=torch.long)
+    logprobs = torch.zeros(valid.shape)
+    sampled[valid] = torch.tensor([is_sampled for x in trajectories for is_sampled in x.sampled])
+    tokens[valid] = torch.tensor([token for x in trajectories for token in x.tokens])
+    logprobs[valid] = torch.tensor([logprob for x in trajectories for logprob in x.logprobs])
+    b = {
+        "ids": torch.cat([batch["ids"].repeat_interleave(k, 0), tokens], 1),  # [P * k, C + T]
+        "mask": torch.cat([batch["mask"].repeat_interleave(k, 0), valid], 1),
+        "sampled": sampled,
+        "lengths": lengths,
+        "stopped": torch.tensor([x.has_ended for x in trajectories]),
+        "turns": torch.tensor([float(x.num_turns) for x in trajectories]),
+        "calls": torch.tensor([float(x.num_calls) for x in trajectories]),
+        "failures": torch.tensor([float(x.num_failures) for x in trajectories]),
+        "sampling_logprobs": logprobs,
+        **{f"rewards/{name}": x for name, x in scores_by_name.items()},
+    }
+    responses = [tokenizer.decode(x.tokens) for x in trajectories]
+    return accelerate.utils.send_to_device(b, device), responses
+
+
+@torch.no_grad()
+def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
+    """Sample k responses to each prompt, until a stop token or T tokens. No top-k, no top-p.
+
+    Left-padded ids, mask [P, C]; uniforms [P, k, T], one random number per token; stop_ids [any number]
+    -> tokens and the log-probabilities they were sampled with (fp32), [P * k, T] each, 0 after the end; the k
+    responses to a prompt are neighbors
+    """
+    P, k, T = uniforms.shape
+    body, head = body_and_head(policy)
+    cache = transformers.DynamicCache(config=body.config)
+    hidden = hidden_states(body, ids, mask, cache)[:, -1]  # [P, H]
+
+    # The model reads each prompt only once. Its keys and values serve all k responses, which are neighbors.
+    prompt_of_row = torch.arange(P, device=ids.device).repeat_interleave(k)  # [P * k]
+    cache.reorder_cache(prompt_of_row)  # selects rows (batch_select_indices lacks linear attention)
+    hidden, mask = hidden[prompt_of_row], mask[prompt_of_row]
+    uniforms = uniforms.flatten(0, 1)  # [P * k, T]
+    if can_be_recorded(policy, cache):
+        # Most GPUs run the loop below in this faster version. Both sample by sample_next.
+        return generate_recorded(policy, cache, hidden, mask, uniforms, stop_ids, temperature)
+
+    tokens = torch.zeros(P * k, T, dtype=torch.long, device=ids.device)
+    logprobs = torch.zeros(P * k, T, device=ids.device)
+    rows = torch.arange(P * k, device=ids.device)  # the rows that are still being written
+    for t in range(T):
+        token, logprob = sample_next(head, hidden, uniforms[rows, t], temperature)  # [rows] each
+        tokens[rows, t], logprobs[rows, t] = token, logprob
+        # Drop the finished rows.
+        keep = (~torch.isin(token, stop_ids)).nonzero().squeeze(1)
+        if len(keep) == 0 or t + 1 == T:
+            break
+        if len(keep) < len(rows):
+            cache.reorder_cache(keep)
+            rows, token, mask = rows[keep], token[keep], mask[keep]
+        # Read the token.
+        mask = F.pad(mask, (0, 1), value=True)
+        hidden = hidden_states(body, token[:, None], mask, cache)[:, -1]  # [rows, H]
+    return tokens, logprobs
+
+
+def sample_next(head, hidden, uniforms, temperature):
+    """Sample the next token of each row.
+
+    head: the output layer; hidden [B, H]; uniforms [B] -> tokens, log-probabilities [B]
+    """
+    probs = token_logits(hidden, head.weight, temperature, head.bias).softmax(-1)  # [B, V]
+    token = sample_tokens(probs, uniforms)
+    return token, probs.gather(1, token[:, None]).squeeze(1).log()
+
+
+# ---- Policy and reference ----------------------------------------------------------------------------------
+
+
+class Policy(nn.Module):
+    """The policy with the forward pass of the update, so that DDP, FSDP2 or DeepSpeed can wrap it."""
+
+    def __init__(self, policy):
+        super().__init__()
+        self.policy = policy
+
+    def forward(self, ids, mask, T, temperature):
+        """Log-probabilities and entropies of the last T tokens of each row.
+
+        ids [B, C + T], bool mask [B, C + T] -> both fp32 [B, T], 0 after the end of a response
+        """
+        return group_logprobs(self.policy, ids, mask, T, temperature)
+
+
+def reference_group_logprobs(ref_model, policy, *inputs):
+    """Log-probabilities under the reference or, if ref_model is None, the policy without its LoRA adapter.
+
+    inputs: those of group_logprobs -> fp32 [B, T]
+    """
+    if ref_model is not None:
+        return group_logprobs(ref_model, *inputs)[0]
+    with policy.disable_adapter():
+        return group_logprobs(policy, *inputs)[0]
+
+
+def group_logprobs(lm, ids, mask, T, temperature):
+    """Log-probabilities of the last T tokens of each row, 0 after the end of a response.
+
+    ids [B, C + T], bool mask [B, C + T] -> logprobs, entropies, both fp32 [B, T]
+    """
+    _, head = body_and_head(lm)
+    hidden = group_hidden_states(lm, ids, mask, T)  # [B, T, H]
+    # The output layer is large, so only valid tokens go through it, as a flat list.
+    valid = mask[:, -T:]
+    rows, columns = valid.nonzero(as_tuple=True)  # only once, because nonzero waits for the GPU
+    flat_hidden, flat_tokens = hidden[rows, columns], ids[:, -T:][rows, columns]
+    logprobs, entropies = token_logprobs(flat_hidden, head.weight, flat_tokens, temperature, head.bias)
+    zeros = torch.zeros(valid.shape, device=ids.device)
+    return zeros.masked_scatter(valid, logprobs), zeros.masked_scatter(valid, entropies)
+
+
+def group_hidden_states(lm, ids, mask, T):
+    """The hidden states that predict the last T tokens of each row. [B, C + T], bool [B, C + T] -> [B, T, H]
+
+    The responses of a group share their prompt, so each prompt is read only once per micro-batch. Its keys
+    and values serve all responses to it, and gradients flow back through them: nothing is approximated.
+    """
+    body, _ = body_and_head(lm)
+    if not can_reuse_prompts(lm):  # each row reads its own prompt
+        return hidden_states(body, ids, mask)[:, -T - 1 : -1]
+    prompts = ids.where(mask, -1)[:, :-T]  # [B, C], -1: padding
+    prompts, prompt_of_row = prompts.unique_consecutive(dim=0, return_inverse=True)  # [P, C], [B]
+    cache = transformers.DynamicCache(config=body.config)
+    prompt_hidden = hidden_states(body, prompts.clamp(min=0), prompts >= 0, cache)  # [P, C, H]
+    # Not cache.batch_select_indices: on a CPU, its gradient is added up in a varying order, and a resumed run
+    # would not be the same bit for bit.
+    cache.reorder_cache(prompt_of_row)  # keys and values [P, ...] -> [B, ...]
+    response_hidden = hidden_states(body, ids[:, -T:], mask, cache)  # [B, T, H]
+    # The state at position t - 1 predicts token t, and the prompt's last state predicts the first one.
+    first_hidden = prompt_hidden[:, -1:].index_select(0, prompt_of_row)  # [B, 1, H]
+    return torch.cat([first_hidden, response_hidden[:, :-1]], 1)
+
+
+def body_and_head(lm):
+    """The transformer of a causal language model, and its output layer. Works with and without LoRA."""
+    if hasattr(lm, "get_base_model"):
+        lm = lm.get_base_model()  # peft: this only unwraps, the adapter stays inside the layers
+    return lm.base_model, lm.get_output_embeddings()
+
+
+def hidden_states(body, ids, mask, cache=None):
+    """Hidden states of the last layer, for the tokens that are not in the cache yet.
+
+    ids [B, L], bool mask [B, cached + L] -> [B, L, H]. With left padding, the first real token is not in
+    column 0. So positions count only real tokens.
+    """
+    positions = (mask.long().cumsum(1) - 1).clamp(min=0)
+    outputs = body(
+        input_ids=ids,
+        attention_mask=mask.long(),
+        position_ids=positions[:, -ids.shape[1] :],
+        past_key_values=cache,
+        use_cache=cache is not None,
+    )
+    return outputs.last_hidden_state
+
+
+def token_logits(hidden, weight, temperature=1.0, bias=None):
+    """The output layer, in fp32 (TF32 on a GPU), under autocast too. [N, H], [V, H], [V] or None -> [N, V]
+
+    Logits of a language model may be near -100, where neighboring bf16 numbers are 0.5 apart.
+    """
+    with torch.autocast(hidden.device.type, enabled=False):
+        hidden = hidden.float() / temperature  # [N, H]; dividing the logits [N, V] would take longer
+        return F.linear(hidden, weight.float(), None if bias is None else bias / temperature)
+
+
+def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
+    """log softmax((hidden @ weight.T + bias) / temperature) at the tokens, and the entropies of the softmax.
+
+    hidden [N, H], weight [V, H], tokens [N], bias [V] or None -> logprobs, entropies, both fp32 [N], in nats.
+    Both are differentiable: the loss may contain an entropy bonus.
+
+    The logits of all N tokens may need more memory than the model, so they are computed in chunks of rows.
+    Chunks within the budget stay in memory for the backward pass; the others are computed again there. On a
+    CPU, a chunk has 128 rows. A GPU is faster with few large products, so one chunk fills the budget.
+    """
+    is_cuda = hidden.device.type == "cuda"
+    budget = 2**26 if is_cuda else 2**25  # logits: 256 or 128 MiB
+    rows_at_once = budget // len(weight) if is_cuda else 128
+
+    def logprobs_of_chunk(hidden, tokens):
+        logits = token_logits(hidden, weight, temperature, bias)  # [rows, V]
+        # log softmax at the tokens, and its entropies. Part II computes them in a way that saves memory.
+        return LogprobsAndEntropies.apply(logits, tokens)
+
+    outputs = []
+    for i, chunk in enumerate(zip(hidden.split(rows_at_once), tokens.split(rows_at_once))):
+        if (i + 1) * rows_at_once * len(weight) <= budget:
+            outputs.append(logprobs_of_chunk(*chunk))
+        else:
+            outputs.append(checkpoint(logprobs_of_chunk, *chunk, use_reentrant=False))
+    logprobs, entropies = zip(*outputs)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+# ---- Math: pure functions of tensors -----------------------------------------------------------------------
+
+
+def sample_tokens(probs, uniforms):
+    """Sample one token per row by inverting the cumulative distribution. fp32 [B, V], [B] in [0, 1) -> [B]
+
+    Unlike torch.multinomial, each token depends only on its own row and its own uniform number. So for the
+    same probabilities, the samples are the same no matter how a batch is split. The sums are in fp64: in fp32
+    they would lose small probabilities.
+    """
+    dtype = torch.float32 if probs.device.type == "mps" else torch.float64  # Apple's GPUs have no fp64
+    ends = probs.cumsum(1, dtype=dtype)  # [B, V]
+    target = uniforms.to(dtype)[:, None] * ends[:, -1:]  # [B, 1]
+    # right=True never selects what has probability 0. With NaN, the index is past the end, hence the clamp.
+    # (Then the loss is NaN too, and the run ends with an error message.)
+    token = torch.searchsorted(ends, target, right=True).squeeze(1)
+    return token.clamp(max=probs.shape[1] - 1)
+
+
+def response_lengths(tokens, stop_token_id):
+    """Number of tokens up to and including the first stop token; T if there is none. [B, T] -> [B]
+
+    stop_token_id: one id, or a tensor of several
+    """
+    T = tokens.shape[1]
+    position = torch.arange(1, T + 1, device=tokens.device)  # [T]
+    return torch.where(torch.isin(tokens, stop_token_id), position, T).amin(1)
+
+
+def length_mask(lengths, max_length):
+    """True on the first `lengths` positions of each row. [B] -> bool [B, max_length]"""
+    return torch.arange(max_length, device=lengths.device) < lengths[:, None]
+
+
+def weighted_sum(scores, weights=None):
+    """The sum of weight * score.
+
+    scores: dict of name -> [B]; weights: floats in the same order, or None for 1 each. -> [B]
+    A nan means that a score does not apply to a row (the function returned None), and counts as 0.
+    """
+    weights = weights or [1.0] * len(scores)
+    return sum(weight * values.nan_to_num() for weight, values in zip(weights, scores.values(), strict=True))
+
+
+def grpo_advantages(rewards, k):
+    """(Reward - mean of its group) / (standard deviation of its group + 1e-4). [P * k] -> [P * k]
+
+    DeepSeekMath, section 4.1.2. The k rewards of a group are neighbors. The deviation has k - 1 in its
+    denominator, and 1e-4 avoids 0 / 0; both as in TRL.
+
+    The division gives more weight to tasks that are nearly always or nearly never solved. Dr. GRPO leaves it
+    out for that reason.
+    """
+    groups = rewards.float().view(-1, k)  # [P, k]
+    groups = groups - groups[:, :1]  # so that groups with equal rewards get exactly 0, without rounding
+    mean, std = groups.mean(1, keepdim=True), groups.std(1, correction=1, keepdim=True)  # [P, 1]
+    return ((groups - mean) / (std + 1e-4)).flatten()
+
+
+def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
+    """PPO's clipped objective, negated (Schulman et al. 2017, eq. 7). Any shape -> same shape, unreduced"""
+    assert logprobs.shape == old_logprobs.shape == advantages.shape  # [n] and [n, 1] would give [n, n]
+    log_ratio = logprobs - old_logprobs
+    ratio = torch.exp(log_ratio.clamp(max=40))  # inf times an advantage or gradient of 0 is nan
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
+    return torch.max(unclipped, clipped)
+
+
+def kl_per_token(logprobs, ref_logprobs, estimator):
+    """Estimates of KL(policy || reference) from samples of the policy, in nats, any shape (Schulman 2020).
+
+    As a metric: k1 and k3 are unbiased, k2 is not. k2 and k3 are never negative.
+    In a reward, through which no gradient flows: only k1 leads to the gradient of KL(policy || reference).
+    In a loss: the expected gradient per token, given the tokens before it, for samples of the policy, is
+        k1  0, because the mean of grad log p(token) is 0 under p
+        k2  the gradient of KL(policy || reference)
+        k3  the gradient of KL(reference || policy)
+    """
+    log_ratio = logprobs - ref_logprobs
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k2":
+        return 0.5 * log_ratio**2
+    return torch.expm1(-log_ratio) + log_ratio  # k3
+
+
+def learning_rate(args, update, updates):
+    """The learning rate in update 1, 2, ..., updates. -> float
+
+    It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls towards 0: along
+    a line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
+    """
+    warmup = math.ceil(args.warmup_ratio * updates)
+    if update <= warmup:
+        return args.learning_rate * update / warmup
+    progress = (update - 1 - warmup) / (updates - warmup)  # from 0 to less than 1
+    factors = {
+        "constant": 1.0,
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+    }
+    return args.learning_rate * factors[args.lr_scheduler_type]
+
+
+# ============================================================================================================
+# Part II: infrastructure. Nothing below is needed to understand GRPO. To write a reward function, read
+# call_reward_functions; to bring your own data, load_splits and task_prompt. The scripts share most of these
+# functions, copied verbatim, so some arguments are not used in this one.
+# ============================================================================================================
+
+SCRIPT = Path(__file__).stem
+HERE = Path(__file__).resolve().parent  # recipes name folders next to this file
+
+
+class UserError(Exception):
+    """An error the user can fix: printed on one line, exit code 2.
+
+    Only for mistakes that would otherwise be silent, and for the most common ones. The libraries report
+    everything else, with a traceback.
+    """
+
+
+# ---- Models ------------------------------------------------------------------------------------------------
+
+
+def resolve_path(name):
+    """Look for a folder in the working directory, then next to this file; else return a Hub name.
+
+    A run folder means the model in it.
+    """
+    for path in (Path(name), HERE / name):
+        if path.exists():
+            return str(path / "model" if (path / "model/config.json").exists() else path)
+    # transformers would say that there is no connection to the Hub.
+    if str(name).startswith(("/", ".", "checkpoints/", "data/", "runs/")):
+        raise UserError(f"{name}: no such file or folder")
+    return name
+
+
+def load_model(auto_class, name, new_head=False, **kwargs):
+    """A model in fp32 without dropout. If the folder holds a LoRA adapter, it is merged into its base model.
+    Some kinds of layers are replaced by faster equivalents.
+
+    Weights that are missing from the checkpoint would be random, so they are refused. new_head: accept it if
+    those of the head are missing.
+    """
+    path = resolve_path(name)
+    if transformers.utils.peft_utils.find_adapter_config_file(path) is not None:
+        import peft
+
+        adapter = peft.PeftConfig.from_pretrained(path)
+        new_head = new_head or adapter.task_type == "SEQ_CLS"  # then peft saves the head with the adapter
+        base = load_model(auto_class, adapter.base_model_name_or_path, new_head, **kwargs)
+        model = peft.PeftModel.from_pretrained(base, path).merge_and_unload()
+        model.name_or_path = path  # a new adapter trained on top will name this as its base
+        for p in model.parameters():
+            p.requires_grad_(p.is_floating_point())  # peft froze them
+        return model
+    kwargs |= dict(dtype=torch.float32, output_loading_info=True)
+    model, report = auto_class.from_pretrained(path, **kwargs)
+    missing = [*report["missing_keys"], *(key for key, *shapes in report["mismatched_keys"])]
+    if new_head:
+        # Accept missing weights outside of the transformer, and in BERT's pooler, which is part of the head.
+        body = f"{model.base_model_prefix}."
+        missing = [key for key in missing if key.startswith(body) and "pooler" not in key]
+    if missing:
+        raise UserError(f"{name}: weights are missing from the checkpoint, such as {min(missing)}")
+    for module in model.modules():
+        for key, value in vars(module).items():
+            is_noise = "drop" in key or "jitter" in key or isinstance(module, nn.Dropout)
+            if isinstance(value, float) and is_noise:
+                setattr(module, key, 0.0)  # otherwise two forward passes would differ
+        for key, child in module.named_children():
+            if isinstance(child, transformers.activations.NewGELUActivation):
+                setattr(module, key, nn.GELU("tanh"))  # the same function in one kernel instead of eight
+            if type(child).__name__ in ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm"):
+                norm = nn.RMSNorm(len(child.weight), child.variance_epsilon)  # one kernel instead of six
+                norm.weight = child.weight
+                setattr(module, key, norm)
+    return model
+
+
+def context_length(config):
+    """The number of tokens that a model can read; a million if its config does not say."""
+    context = getattr(config.get_text_config(), "max_position_embeddings", None) or -1
+    return context if context > 0 else 1_000_000
+
+
+def load_tokenizer(name):
+    """The tokenizer of a folder or Hub name. If it has no pad token, EOS becomes the pad."""
+    tokenizer = AutoTokenizer.from_pretrained(resolve_path(name))
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    # Without tokenizer files, transformers returns a tokenizer with nothing but special and added tokens.
+    if set(tokenizer.get_vocab()) <= set(tokenizer.get_added_vocab()):
+        raise UserError(f"{name} has no tokenizer")
+    return tokenizer
+
+
+def refuse_appended_eos(tokenizer, name):
+    """Raise if the tokenizer appends EOS to every text, because a prompt does not end there."""
+    last, last_of_text = tokenizer("a").input_ids[-1], tokenizer("a", add_special_tokens=False).input_ids[-1]
+    if last == tokenizer.eos_token_id and last != last_of_text:
+        raise UserError(f"{name}: its tokenizer appends EOS to every text; set add_eos_token to false")
+
+
+def refuse_two_bos(tokenizer, texts):
+    """Raise if a text (a list of token ids) begins with BOS twice: one of its own, and the tokenizer's."""
+    if tokenizer.bos_token_id is not None and any(ids[:2] == 2 * [tokenizer.bos_token_id] for ids in texts):
+        raise UserError("a text begins with BOS twice: the tokenizer adds one, so remove it from the data")
+
+
+def set_template_options(tokenizer, args):
+    """Make the values of --chat-template-kwargs the defaults of the chat template.
+
+    The template is saved with the model, so the next script and plain transformers render chats alike.
+    """
+    # transformers passes these itself, so their defaults would have no effect.
+    passed = {"messages", "tools", "documents", "add_generation_prompt", *tokenizer.special_tokens_map}
+    for name, value in json.loads(args.chat_template_kwargs or "{}").items():
+        template = tokenizer.chat_template or ""
+        if name in passed or not re.search(rf"\b{name}\b", template):
+            raise UserError(f"--chat-template-kwargs: the chat template has no option {name}")
+        tokenizer.chat_template = f"{{% set {name} = {name} | default({value!r}) %}}\n{template}"
+
+
+@torch.no_grad()
+def check_group_model(lm, name, max_tokens):
+    """Refuse a model unless sampling, update and the model itself compute the same log-probabilities.
+
+    This samples two responses to each of two left-padded prompts. Prompt and response have max_tokens tokens,
+    so that a sliding window shows too. One response ends at its first token, so its row is dropped.
+    """
+    if context_length(lm.config) < max_tokens:
+        raise UserError(
+            f"{name} reads fewer tokens than the {max_tokens} of prompt and response together: lower "
+            "--max-prompt-length or --response-length"
+        )
+    C, T, device = max(max_tokens - 4, 4), 4, lm.device
+    prompt_lengths = torch.tensor([C // 2, C - 1], device=device)
+    ids = torch.randint(lm.config.get_text_config().vocab_size, (2, C), device=device)
+    mask = length_mask(prompt_lengths, C).flip(1)
+    no_stop, uniforms = torch.tensor([-1], device=device), torch.rand(2, 2, T, device=device)
+    first_tokens, _ = generate_groups(lm.eval(), ids, mask, uniforms[:, :, :1], no_stop, 1.0)
+    stop_id = first_tokens[0, 0]
+    tokens, sampled = generate_groups(lm, ids, mask, uniforms, stop_id, 1.0)  # [4, T] each
+    lengths = response_lengths(tokens, stop_id)
+    ids = torch.cat([ids.repeat_interleave(2, 0), tokens], 1)
+    mask = torch.cat([mask.repeat_interleave(2, 0), length_mask(lengths, T)], 1)
+    updated, _ = group_logprobs(lm.train(), ids, mask, T, 1.0)  # [4, T]
+    compare_logprobs(lm, name, ids, mask, lengths, sampled, updated)
+
+
+def compare_logprobs(lm, name, ids, mask, lengths, *ours):
+    """Refuse a model whose own log-probabilities of the responses differ from those that we computed.
+
+    ids, mask [B, C + T]; lengths of the responses [B]; ours: computed in two ways, [B, T] each
+    """
+    # Some models squash their logits: Gemma 2 computes 30 * tanh(logits / 30). That shows only when
+    # logits are large. So they are multiplied by 64 before the tanh, and divided by 64 after it.
+    hook = lm.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: 64 * logits)
+    own = torch.zeros(len(ids), device=ids.device)  # sums over the tokens of a response
+    for row, length in enumerate(lengths.tolist()):
+        text = ids[row, mask[row]]  # without padding
+        logits = lm(text[None], logits_to_keep=length + 1).logits[0, :-1].float() / 64  # [length, V]
+        own[row] = -F.cross_entropy(logits, text[-length:], reduction="sum")
+    hook.remove()
+    gap = (torch.stack(ours).sum(2) - own).abs().max()
+    if not gap < (0.3 if getattr(lm, "is_quantized", False) else 0.1):  # 8-bit weights are rounded
+        raise UserError(f"{name} does not work here: its own log-probabilities differ from ours by {gap:.2g}")
+
+
+def can_reuse_prompts(model):
+    """True if a prompt that is read once can serve several responses, with gradients.
+
+    Gradient checkpointing excludes a cache. Linear attention and convolutions (Qwen3.5, LFM2) have no keys
+    and values in theirs, but a state that every token overwrites.
+    """
+    layers = transformers.DynamicCache(config=model.config).layers
+    has_states = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+    return not (has_states or model.is_activation_checkpointing)
+
+
+def trainable(module):
+    """The parameters that the optimizer trains and a checkpoint holds. -> dict: name -> parameter"""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def transformer_layers(model):
+    """The list of a model's transformer layers, which is its longest ModuleList."""
+    return max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
+
+
+def add_lora(model, args):
+    """Add a LoRA adapter (Hu et al. 2021): each named layer computes W + lora_alpha / lora_r * B A, where B
+    starts at 0."""
+    import peft
+
+    names = args.lora_target_modules.replace(" ", "").split(",")
+    targets = "all-linear" if names == ["all-linear"] else names
+    config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=targets)
+    model = peft.get_peft_model(model, config)
+    found = {layer.split(".")[-1] for layer in model.targeted_module_names}
+    if targets != "all-linear" and found != set(names):  # peft complains only if it finds none
+        raise UserError(f"--lora-target-modules {','.join(names)}: only {found} are names of layers")
+    # Some scripts read the output layer's weights, without an adapter. Embeddings may share these weights.
+    base = model.get_base_model()
+    if any(hasattr(x, "base_layer") for x in (base.get_input_embeddings(), base.get_output_embeddings())):
+        raise UserError("--lora-target-modules: embeddings and the output layer cannot have an adapter")
+    return model
+
+
+def freeze_layers(policy, count):
+    """Freeze the policy's embeddings and first layers. load_reference shares them."""
+    layers = transformer_layers(policy)
+    if count > len(layers):
+        raise UserError(f"--num-shared-layers {count}: the model has {len(layers)} layers")
+    embeddings = [m for m in policy.modules() if isinstance(m, nn.Embedding)]
+    for module in (*embeddings, *layers[:count]):
+        module.requires_grad_(False)
+
+
+def load_policy(args, name, device):
+    """The policy to train."""
+    if args.num_shared_layers and (args.lora_r or args.load_in_8bit):
+        raise UserError("--num-shared-layers cannot be combined with --lora-r or --load-in-8bit")
+    policy = load_model(AutoModelForCausalLM, name, **(eight_bit(args) if args.lora_r else {})).to(device)
+    if not all(p.is_floating_point() for p in policy.parameters()) and not args.lora_r:
+        raise UserError(f"{name}: quantized weights cannot be trained: add --lora-r 16")
+    if args.lora_r:
+        policy = add_lora(policy, args)
+    if args.num_shared_layers:
+        freeze_layers(policy, args.num_shared_layers)
+    if args.gradient_checkpointing:
+        # transformers' new name for gradient_checkpointing_enable
+        policy.activation_checkpointing_enable(dict(use_reentrant=False))
+    return policy
+
+
+def load_reference(args, policy, name, device):
+    """The frozen reference model. With LoRA it is None: the reference is the policy without its adapter."""
+    if args.lora_r:
+        return None
+    if args.num_shared_layers:
+        frozen = {id(p): p for p in policy.parameters() if not p.requires_grad}
+        ref_model = copy.deepcopy(policy, memo=frozen)  # what is in the memo is not copied
+    else:
+        ref_model = load_model(AutoModelForCausalLM, name, **eight_bit(args))
+    return ref_model.requires_grad_(False).eval().to(device)
+
+
+def eight_bit(args):
+    """What from_pretrained needs for --load-in-8bit."""
+    if not args.load_in_8bit:
+        return {}
+    # Threshold 0: each token is rounded alone. With 6, the default, some columns are kept in 16 bits, and
+    # which ones depends on the batch, and so would the log-probabilities.
+    config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+    return dict(quantization_config=config)
+
+
+def save_policy(policy, tokenizer, folder):
+    """Save what plain transformers loads. LoRA is merged in place, except into quantized weights."""
+    if hasattr(policy, "merge_and_unload") and not getattr(policy, "is_quantized", False):
+        policy.save_pretrained(folder.parent / "adapter")
+        policy = policy.merge_and_unload()
+    policy.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+# ---- Gradient of log-probabilities and entropies -----------------------------------------------------------
+
+
+class LogprobsAndEntropies(torch.autograd.Function):
+    """log softmax at the tokens, and the entropies of the softmax. [N, V], [N] -> [N], [N]
+
+    As separate operations, the entropies would keep [N, V] numbers for a backward pass that never runs if the
+    loss does not contain them.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, tokens):
+        log_p = torch.log_softmax(logits, 1)  # [N, V]
+        ctx.save_for_backward(log_p, tokens)
+        ctx.set_materialize_grads(False)  # None for a result that the loss does not contain
+        return log_p.gather(1, tokens[:, None]).squeeze(1), -log_p.exp().mul_(log_p).sum(1)
+
+    @staticmethod
+    def backward(ctx, grad_logprobs, grad_entropies):
+        log_p, tokens = ctx.saved_tensors
+        grad = torch.zeros_like(log_p)  # of log_p
+        if grad_logprobs is not None:
+            grad.scatter_(1, tokens[:, None], grad_logprobs[:, None])
+        if grad_entropies is not None:
+            # -p * (log_p + 1), but the gradient of log_softmax cancels the 1.
+            grad -= grad_entropies[:, None] * log_p.exp() * log_p
+        return torch.ops.aten._log_softmax_backward_data(grad, log_p, 1, log_p.dtype), None
+
+
+# ---- Token steps that a GPU records ------------------------------------------------------------------------
+
+
+TOKENS_PER_ROUND = 128  # then finished rows are dropped, and a step is recorded again
+
+
+def can_be_recorded(policy, cache):
+    """Can a GPU record a token step of this model? No shape may change, and nothing may go to the CPU.
+
+    transformers says of each kind of model whether it can read a cache with free columns (GPT-Neo cannot).
+    """
+    body, _ = body_and_head(policy)
+    # Sliding windows move, and linear attention has states instead of columns.
+    is_plain = all(type(layer) is DynamicLayer for layer in cache.layers)
+    is_quantized = getattr(policy, "is_quantized", False)
+    return body.device.type == "cuda" and body._can_compile_fullgraph and is_plain and not is_quantized
+
+
+def generate_recorded(policy, cache, hidden, mask, uniforms, stop_ids, temperature):
+    """The loop over tokens of generate_groups on a GPU: the same tokens up to rounding, in less time.
+
+    It works in rounds. Within a round, all steps are the same for the GPU, so that `repeat` can record one:
+    no shape changes, and nothing is copied to the CPU. Before a round, mask and cache get room for its
+    tokens. After it, finished rows are dropped.
+
+    cache, mask [B, C]: the prompts; hidden [B, H]: predicts the first token; uniforms [B, T]
+    -> tokens and the log-probabilities they were sampled with, both [B, T] and 0 after the end
+    """
+    (B, C), T = mask.shape, uniforms.shape[1]
+    body, head = body_and_head(policy)
+    tokens = torch.zeros(B, T, dtype=torch.long, device=mask.device)
+    logprobs = torch.zeros(B, T, device=mask.device)
+    rows = torch.arange(B, device=mask.device)  # the rows that are still being written
+    column = torch.full([1], C, device=mask.device)  # of the next token
+
+    # step reads the current rows, mask and hidden of the loop below.
+    def step():
+        """The body of the loop over tokens: sample the next token of each row, and read it."""
+        t = column - C  # [1]
+        token, logprob = sample_next(head, hidden, uniforms[rows, t], temperature)  # [rows] each
+        tokens[rows, t], logprobs[rows, t] = token, logprob
+        mask.index_fill_(1, column, True)
+        hidden.copy_(hidden_states(body, token[:, None], mask, cache)[:, -1])
+        column.add_(1)
+
+    for start in range(0, T, TOKENS_PER_ROUND):
+        end = min(start + TOKENS_PER_ROUND, T)
+        columns = math.ceil((C + end) / 8) * 8  # after this round; fast attention needs a multiple of 8
+        mask = F.pad(mask, (0, columns - mask.shape[1]))  # False: nothing is written there yet
+        for i, layer in enumerate(cache.layers):  # one by one, so that only one layer is in memory twice
+            cache.layers[i] = FixedSizeLayer(layer, columns, column)
+
+        repeat(step, end - start)
+        has_stopped = torch.isin(tokens[rows, start:end], stop_ids).any(1)  # [rows]
+        keep = (~has_stopped).nonzero().squeeze(1)
+        if len(keep) == 0 or end == T:
+            break
+        if len(keep) < len(rows):
+            cache.reorder_cache(keep)
+            rows, mask, hidden = rows[keep], mask[keep], hidden[keep]
+
+    # Discard what a row sampled between its end and the end of its round.
+    valid = length_mask(response_lengths(tokens, stop_ids), T)  # [B, T]
+    return tokens.where(valid, 0), logprobs.where(valid, 0.0)
+
+
+def repeat(step, count):
+    """Call step() count times. From the second time on, the GPU replays what it recorded of one call.
+
+    Launching a kernel from Python takes longer than running it. A recording (a CUDA graph) is the list of
+    the kernels of one call, with the addresses that they read and write; the GPU starts them by itself. So a
+    step must keep its state in tensors that it changes in place.
+    """
+    step()  # also loads the kernels, which must not happen during a recording
+    if count == 1:
+        return
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the GPU
+        step()  # only recorded, not executed
+    for _ in range(count - 1):
+        graph.replay()
+    torch.cuda.synchronize()  # before the graph and its memory are freed
+
+
+class FixedSizeLayer(DynamicLayer):
+    """Keys and values of one layer, [rows, heads, L, width]. Each token is written to a free column."""
+
+    is_compileable = True  # otherwise transformers asks for the values of the mask
+
+    def __init__(self, layer, columns, column):
+        """A copy of a layer, with free columns. column: where update writes, a tensor [1]"""
+        super().__init__()
+        dtype, device_type = layer.keys.dtype, layer.keys.device.type
+        if torch.is_autocast_enabled(device_type):  # otherwise attention rounds all columns for each token
+            dtype = torch.get_autocast_dtype(device_type)
+        room = (0, 0, 0, columns - layer.keys.shape[2])
+        self.keys = F.pad(layer.keys.to(dtype), room)
+        self.values = F.pad(layer.values.to(dtype), room)
+        self.is_initialized, self.column = True, column
+
+    def update(self, keys, values, *args, **kwargs):
+        """Called by each attention layer, with the newest token's keys and values. -> those of all columns"""
+        self.keys.index_copy_(2, self.column, keys.to(self.keys.dtype))
+        self.values.index_copy_(2, self.column, values.to(self.values.dtype))
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length):
+        """Called by transformers, to make the attention mask. -> number of columns, the first column"""
+        return self.keys.shape[2], 0
+
+
+# ---- Tools -------------------------------------------------------------------------------------------------
+
+
+def load_tools(args):
+    """The tools of --tools, and the public methods of --environment.
+
+    A tool is a function with type hints and a docstring that describes its arguments, as in TRL:
+
+        def calculator(expression: str) -> str:
+            \"""Compute a sum, difference, product or quotient.
+
+            Args:
+                expression: for example 3 * (4 + 5)
+            \"""
+
+    An environment is a class. Each trajectory has its own object, whose method reset(**columns) gets the
+    columns of the task before the first turn. All other public methods are tools, but get_reward(), if there
+    is one, is a reward: a number for the whole trajectory.
+    -> make_tools(columns) -> tools (dict: name -> function), environment or None; schemas for the template
+    """
+    functions = load_functions(args.tools or [])
+    environment_class = None
+    if args.environment is not None:
+        [environment_class] = load_functions([args.environment]).values()
+
+    def tools_of(environment):
+        """The functions, and the methods of an environment. -> dict: name -> function"""
+        names = [name for name in dir(environment) if not name.startswith("_")]
+        methods = {name: getattr(environment, name) for name in names if name not in ("reset", "get_reward")}
+        return functions | {name: x for name, x in methods.items() if inspect.isroutine(x)}
+
+    def make_tools(columns):
+        if environment_class is None:
+            return functions, None
+        environment = environment_class()
+        environment.reset(**columns)
+        return tools_of(environment), environment
+
+    tools = tools_of(environment_class and environment_class())
+    if not tools:
+        raise UserError("there is no tool: name --tools FILE.py:function, or --environment FILE.py:Class")
+    return make_tools, [transformers.utils.get_json_schema(function) for function in tools.values()]
+
+
+def find_calls(text):
+    """The calls in a turn of the policy, in the format of Qwen2.5, Qwen3 and Hermes. -> list of str (JSON)"""
+    return re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL)
+
+
+def call_tools(callers, timeout):
+    """Run the calls in the last message of each trajectory, in parallel threads. -> a list of str for each
+
+    Whatever goes wrong is told to the policy as the result: "error: ...". A thread cannot be ended from
+    outside, so a tool that hangs goes on until the run ends.
+    """
+    jobs = []
+    for x in callers:
+        results = []
+        thread = threading.Thread(target=run_calls, args=(x, results), daemon=True)
+        thread.start()
+        jobs.append((thread, results))
+    deadline = time.time() + timeout
+    for x, (thread, results) in zip(callers, jobs):
+        thread.join(max(0, deadline - time.time()))
+        calls = x.messages[-1]["tool_calls"]
+        results = results[: len(calls)]
+        results += (len(calls) - len(results)) * [f"error: no result after {timeout:g} seconds"]
+        x.num_calls += len(calls)
+        x.num_failures += sum(result.startswith("error: ") for result in results)
+        yield results
+
+
+def run_calls(trajectory, results):
+    """Run the calls in the last message of a trajectory, one after the other, and append their results."""
+    for call in trajectory.messages[-1]["tool_calls"]:
+        try:
+            call = json.loads(call)
+            function = trajectory.tools[call["name"]]
+            results.append(str(function(**call["arguments"])))
+        except Exception as error:  # by what the policy wrote, or in the tool
+            results.append(f"error: {type(error).__name__}: {error}")
+
+
+def cut_text(tokenizer, text, max_tokens):
+    """The first max_tokens tokens of a text. -> str"""
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    return text if len(ids) <= max_tokens else tokenizer.decode(ids[:max_tokens])
+
+
+class TurnFormat:
+    """How the chat template ends a turn of the assistant, and what it writes before the next one."""
+
+    def __init__(self, tokenizer, stop_ids):
+        self.tokenizer, self.stops = tokenizer, stop_ids.tolist()
+        # The first token after the text of a turn is its end, which the policy writes itself.
+        self.end, *_ = self.ids_after_text(["x"])
+        if self.end not in self.stops:
+            end = tokenizer.decode(self.end)
+            raise UserError(f"the chat template ends a turn with {end!r}, which must be a stop token")
+
+    def ids_after_text(self, results):
+        """The token ids after the assistant's text: the end of the turn, the results, the next header."""
+        text = "a3f1c9"  # stands for what the policy wrote
+        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": text}]
+        messages += [{"role": "tool", "content": result} for result in results]
+        _, *after = render_chat(self.tokenizer, messages, is_prompt=True).split(text)
+        if len(after) != 1:
+            raise UserError("the chat template changes or drops what the assistant wrote before a result")
+        return self.tokenizer(after[0], add_special_tokens=False).input_ids
+
+    def after_calls(self, results):
+        """The token ids that follow a complete turn with calls: their results, and the next turn's header."""
+        return self.ids_after_text(results)[1:]
+
+    def text_of_turn(self, tokens):
+        """The text of a sampled turn without its stop token, and whether it has one. -> str, bool"""
+        is_complete = tokens[-1] in self.stops
+        return self.tokenizer.decode(tokens[:-1] if is_complete else tokens), is_complete
+
+
+# ---- Rewards -----------------------------------------------------------------------------------------------
+
+
+def load_rewards(args):
+    """The functions of --reward-fn, and get_reward() of --environment. -> dict: name -> function"""
+    functions = load_functions(args.reward_fn or [])
+    if args.environment is not None:
+        [environment_class] = load_functions([args.environment]).values()
+        if hasattr(environment_class, "get_reward"):
+            functions["environment"] = reward_of_environment
+    if not functions:
+        raise UserError("there is no reward: name --reward-fn, or give the environment a method get_reward")
+    return functions
+
+
+def reward_of_environment(environments, **columns):
+    """The rewards that the environments give themselves. -> list of numbers"""
+    return [environment.get_reward() for environment in environments]
+
+
+def score_trajectories(functions, trainer_state, device, trajectories):
+    """Call reward functions for each trajectory. -> dict: name of the function -> fp32 [B]
+
+    A completion is the list of the messages of a trajectory: role assistant (content, tool_calls) or tool. A
+    function also gets the trajectories' environments, and the columns of the data.
+    """
+    rows = [x.example["columns"] | {"environments": x.environment} for x in trajectories]
+    prompts = [x.example["prompt"] for x in trajectories]
+    completions = [x.messages for x in trajectories]
+    token_ids = [x.tokens for x in trajectories]
+    return call_reward_functions(functions, trainer_state, device, rows, prompts, completions, token_ids)
+
+
+def load_functions(names):
+    """Import functions that are named FILE.py:function. -> dict: name -> function"""
+    functions = {}
+    for name in names:
+        path, _, function = name.rpartition(":")
+        if not path:
+            raise UserError(f"{name}: name a reward function as FILE.py:function")
+        path = Path(resolve_path(path)).absolute()
+        sys.path.insert(0, str(path.parent))  # so that the file can import its neighbors
+        module = importlib.import_module(path.stem)
+        if Path(module.__file__) != path or function in functions:
+            raise UserError(f"{name}: there is another module {path.stem}, or another function {function}")
+        functions[function] = getattr(module, function)
+    return functions
+
+
+@torch.no_grad()
+def call_reward_functions(functions, trainer_state, device, rows, prompts, completions, completion_ids):
+    """Call reward functions as TRL's GRPOTrainer calls them: by keyword. For example:
+
+        def correct(prompts, completions, answer, **kwargs):
+            return [float(text.endswith(right)) for text, right in zip(completions, answer)]
+
+    If prompts are lists of messages, a completion is one too: its text is completion[0]["content"].
+    rows: for each response, a dict with the columns of the data. A function gets each column except prompt as
+    a list with one entry per response. trainer_state.global_step is the number of updates so far; max_steps
+    is the total. A function returns one number per response, or None if it does not apply: that counts as 0.
+    -> dict: name of the function -> fp32 [B], nan where it does not apply
+    """
+    columns = {name for row in rows for name in row} - {"prompt"}
+    inputs = {name: [row.get(name) for row in rows] for name in columns}
+    # A data column with one of these names raises a TypeError here.
+    inputs = dict(prompts=prompts, completions=completions, completion_ids=completion_ids, **inputs)
+    rewards = {}
+    for name, function in functions.items():
+        # A function may change what it gets, so every function and every response has a copy.
+        own = {key: [copy.deepcopy(x) for x in values] for key, values in inputs.items()}
+        try:
+            with torch.autocast(device.type, enabled=False):
+                scores = list(function(**own, trainer_state=trainer_state))
+        except Exception as error:
+            error.add_note(f"in the reward function {name}, called with {', '.join(sorted(own))}")
+            raise
+        if len(scores) != len(rows):
+            raise UserError(f"reward {name}: {len(scores)} numbers for {len(rows)} responses")
+        if not all(score is None or math.isfinite(score) for score in scores):
+            raise UserError(f"reward {name}: a number is not finite")
+        numbers = [math.nan if score is None else float(score) for score in scores]
+        rewards[name] = torch.tensor(numbers, device=device)
+    return rewards
+
+
+def reward_means(b):
+    """The means of b["rewards/NAME"] over the responses to which a function applies; 0 if there is none.
+
+    -> dict: name -> mean
+    """
+    return {f"{name}/mean": x.nanmean().nan_to_num() for name, x in b.items() if name.startswith("rewards/")}
+
+
+# ---- Data --------------------------------------------------------------------------------------------------
+
+
+def load_splits(name):
+    """The training and held-out rows of a data set, as lists of dict.
+
+    name: a file that read_rows reads, which is train; a folder with such files, named after their splits
+    (train.jsonl, or parts: train-*.jsonl); or anything that datasets.load_dataset reads, as NAME or
+    NAME:CONFIG. The held-out rows are the split test; without it, validation; without both, a random tenth of
+    train (the same one for every --seed).
+    """
+    splits, path = {}, Path(resolve_path(name))
+    if path.is_file():
+        splits["train"] = read_rows(path)
+    for split, names in (("train", "train"), ("validation", "validation|valid|val|dev"), ("test", "test")):
+        pattern = rf"({names})(-.*)?\.(jsonl|jsonl\.gz|csv|parquet)"
+        files = [file for file in sorted(path.glob("*")) if re.fullmatch(pattern, file.name)]
+        if len({re.sub(r"-.*(?=\.)", "-", file.name) for file in files}) > 1:  # not parts of one file
+            raise UserError(f"{name}: which file is {split}? {', '.join(file.name for file in files)}")
+        if files:
+            splits[split] = [row for file in files for row in read_rows(file)]
+    if not splits:
+        path, _, config = resolve_path(name).partition(":")
+        loaded = datasets.load_dataset(path, config or None)
+        readers = {rows.info.builder_name for rows in loaded.values()}
+        if Path(path).exists() and readers & {"json", "csv"}:
+            # They turn "2024-01-15" into a timestamp, "NA" into None, and a 1 next to a 2.5 into 1.0.
+            raise UserError(
+                f"{name}: JSON files must be train.jsonl and test.jsonl, one object per line, csv files "
+                "train.csv and test.csv"
+            )
+        splits = {split: rows.to_list() for split, rows in loaded.items()}
+    if not splits.keys() & {"train", "validation", "test"}:
+        raise UserError(f"{name}: its splits are {', '.join(splits)}, but they must be called train and test")
+    train = splits.get("train", [])
+    source = "test" if splits.get("test") else "validation"
+    held_out = splits.get(source)
+    if not held_out:
+        source = "a random tenth of train"
+        # A random order that depends only on the data: by the column prompt, then by row. Rows with the same
+        # prompt are neighbors, so at most one prompt is on both sides.
+        train.sort(key=lambda row: [random.Random(repr(x)).random() for x in (row.get("prompt"), row)])
+        count = math.ceil(len(train) / 10)
+        held_out, train = train[:count], train[count:]
+    columns = ", ".join((train + held_out or [{}])[0])
+    known = {repr(row.get("prompt") or row) for row in train}
+    repeated = sum(repr(row.get("prompt") or row) in known for row in held_out)
+    accelerate.PartialState().print(
+        f"{name}: columns {columns}; {len(held_out)} rows are held out ({source}), {repeated} of them with "
+        "the prompt of a training row"
+    )
+    return train, held_out
+
+
+def read_rows(path):
+    """The rows of a file (.jsonl, .jsonl.gz, .csv, .parquet), with their values as they are. -> list of dict
+
+    In a csv file, all values are texts: 007 is "007", and an empty cell is "".
+    """
+    if path.suffix == ".parquet":
+        return datasets.Dataset.from_parquet(str(path)).to_list()
+    rows = []
+    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig", newline="") as file:
+        if path.suffix == ".csv":
+            reader = csv.DictReader(file, strict=True)
+            for row in reader:
+                if len(row) != len(reader.fieldnames) or None in row.values():
+                    raise UserError(f"{path}, line {reader.line_num}: not one value for each column")
+                rows.append(row)
+            return rows
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    rows.append(json.loads(line))
+                except json.JSONDecodeError as error:
+                    raise UserError(f"{path}, line {number}: {error}") from error
+    return rows
+
+
+def load_all_tasks(args, tokenizer):
+    """Training tasks (a list, from load_tasks); held-out tasks (a dict: name -> list); how many rows of the
+    data were kept (a line to print).
+    """
+    train_rows, held_out_rows = load_splits(args.dataset_name)
+    if args.num_train_rows is not None:  # the same ones for every --seed
+        train_rows = random.Random(0).sample(train_rows, min(args.num_train_rows, len(train_rows)))
+    splits = {"training": train_rows, "held-out": held_out_rows}
+    tasks = {name: load_tasks(rows, tokenizer, args) for name, rows in splits.items()}
+    counts = ", ".join(f"{len(tasks[name])} of {len(rows)} {name}" for name, rows in splits.items())
+    train_tasks = tasks.pop("training")
+    return train_tasks, {name: choose_tasks(x, args) for name, x in tasks.items()}, counts
+
+
+def load_tasks(rows, tokenizer, args):
+    """The tasks whose prompt is complete and short enough, as a list of dict:
+
+    ids: token ids of the prompt; prompt: str or list of messages; columns: the row, for reward functions
+    """
+    tasks = []
+    for row in rows:
+        prompt = task_prompt(row, tokenizer, args)
+        if prompt is not None:
+            ids = tokenize_prompt(tokenizer, prompt)
+            if len(ids) <= args.max_prompt_length:
+                tasks.append(dict(ids=ids, prompt=prompt, columns=row))
+    if not tasks:
+        raise UserError(
+            f"no row with a prompt of at most --max-prompt-length {args.max_prompt_length} tokens; columns: "
+            f"{', '.join(rows[0]) if rows else 'none'}; --prompt-template: {args.prompt_template!r}"
+        )
+    return tasks
+
+
+def task_prompt(row, tokenizer, args):
+    """The prompt of a row, with the system prompt. -> str or list of messages; None if a part is missing
+
+    The column prompt may be either. What --prompt-template makes is a user's message, if the tokenizer has a
+    chat template.
+    """
+    names = ["prompt"]
+    if "prompt" not in row:  # the columns that the template names
+        names = [name for _, name, _, _ in string.Formatter().parse(args.prompt_template or "") if name]
+    if not names or any(row.get(name) in (None, "", []) for name in names):
+        return None
+    if "prompt" in row:
+        prompt = row["prompt"]
+        if is_chat(prompt):
+            refuse_template_columns(row, args.dataset_name)
+    else:
+        prompt = args.prompt_template.format(**row)
+        if tokenizer.chat_template is not None:
+            prompt = [{"role": "user", "content": prompt}]
+    if args.system_prompt is None:
+        return prompt
+    if not is_chat(prompt):
+        return f"{args.system_prompt}\n\n{prompt}"
+    if prompt[0]["role"] == "system":  # the data have their own system message
+        return prompt
+    return [{"role": "system", "content": args.system_prompt}, *prompt]
+
+
+def choose_tasks(tasks, args):
+    """num_eval_prompts of the held-out tasks, in random order."""
+    count = min(args.num_eval_prompts, len(tasks))
+    return [tasks[row] for row in stream_rows(len(tasks), start=0, count=count, seed=args.seed)]
+
+
+def tokenize_prompt(tokenizer, prompt):
+    """The token ids of a prompt, which is a text or a list of messages. -> list"""
+    if not is_chat(prompt):
+        ids = tokenizer(prompt).input_ids
+        refuse_two_bos(tokenizer, [ids])
+        return ids
+    return tokenizer(render_chat(tokenizer, prompt, is_prompt=True), add_special_tokens=False).input_ids
+
+
+def is_chat(value):
+    """True for a list of messages (dicts with role and content), False for a text."""
+    if isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["'](role|content)""", value):
+        raise UserError(f"a chat must be a list of messages, but this one is a JSON text: {value[:60]}")
+    return isinstance(value, list) and len(value) > 0
+
+
+def refuse_template_columns(row, name):
+    """Raise if a row with a chat has other columns that its chat template would need."""
+    for column in ("tools", "chat_template_kwargs", "images", "image"):
+        if row.get(column):
+            raise UserError(f"{name}: chats with the column {column} are not supported")
+
+
+def render_chat(tokenizer, messages, is_prompt=False):
+    """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
+    one, so tokenize it with add_special_tokens=False.
+
+    is_prompt: end where the assistant continues: after the header of its turn or, if the last message is its
+    own, inside that message. -> str
+    """
+    for message in messages:
+        if not isinstance(message.get("content"), str):  # templates write a list as Python prints it
+            raise UserError(f"the content of a message must be a text: {str(message)[:200]}")
+        others = {key for key, x in message.items() if x not in (None, "", [], {})} - {"role", "content"}
+        if others:  # the template may read them, as message.key or message['key']
+            others -= {*re.findall(r"""[.'"](\w+)""", str(tokenizer.chat_template))}
+        if others:
+            raise UserError(f"a message has {sorted(others)}, which the chat template does not read")
+    is_begun = messages[-1]["role"] == "assistant" and is_prompt  # the policy goes on with this message
+    return tokenizer.apply_chat_template(
+        messages,
+        tokenize=False,
+        add_generation_prompt=is_prompt and not is_begun,
+        continue_final_message=is_begun,
+    )
+
+
+def plain_text(prompt):
+    """A prompt for tables and judges: the text itself, or the messages of a chat, one below the other."""
+    if not is_chat(prompt):
+        return prompt
+    return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)
+
+
+def set_global_seed(seed, *purpose):
+    """Seed the global generators of python, numpy and torch for one purpose."""
+    transformers.set_seed(generator_for(seed, *purpose).initial_seed() % 2**32)
+
+
+def find_stop_tokens(args, tokenizer, policy):
+    """The ids of the tokens that end a response, as the flags say. -> [any number]"""
+    if args.stop_token_id is not None:
+        vocabulary = range(policy.config.get_text_config().vocab_size)
+        if not args.stop_token_id or not {*args.stop_token_id} <= {*vocabulary}:
+            raise UserError(f"--stop-token-id {args.stop_token_id}: the model has no such token")
+        return torch.tensor(args.stop_token_id)
+    if args.stop_token is None:
+        return torch.tensor([-1])  # no token has this id
+    ids = end_tokens(policy, tokenizer)
+    if len(ids) == 0:
+        raise UserError("the tokenizer has no EOS token: use --stop-token-id, or --stop-token None")
+    return ids
+
+
+def end_tokens(lm, tokenizer):
+    """The ids of the tokens that end a response. -> [any number]
+
+    They are the tokenizer's EOS, those of the model's generation_config, and what ends an answer in the chat
+    template: the first special token after it. (A base model may have another EOS than its template.)
+    """
+    eos = lm.generation_config.eos_token_id  # an id, a list of ids, or None
+    ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
+    if tokenizer.chat_template is not None:
+        chat = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}]
+        _, _, end = tokenizer.apply_chat_template(chat, tokenize=False).partition("ANSWER")
+        special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        ids |= {*[i for i in tokenizer(end, add_special_tokens=False).input_ids if i in special][:1]}
+    return torch.tensor(sorted(ids))
+
+
+# ---- Processes and optimizer -------------------------------------------------------------------------------
+
+
+def start_accelerator(args):
+    """A single process, or one of several (DDP, FSDP2, DeepSpeed), as accelerate is configured."""
+    if not __debug__:
+        raise UserError("python -O and PYTHONOPTIMIZE remove checks (assert): run without them")
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # because shapes change
+    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # every process loads a whole model
+    torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
+    # With a mask, cuDNN's attention returns NaN gradients on an H100 in torch 2.13 (pytorch#196678), and it
+    # makes a new plan for each shape.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    accumulation = accelerate.utils.GradientAccumulationPlugin(num_steps=args.gradient_accumulation_steps)
+    accelerator = accelerate.Accelerator(
+        cpu=not torch.accelerator.is_available(),  # Apple's GPUs count, but are untested
+        mixed_precision="no",  # autocast is explicit in train
+        dynamo_backend="no",
+        gradient_accumulation_plugin=accumulation,  # a number would be replaced by an environment variable
+        kwargs_handlers=[
+            # Gradients are views of what DDP sends, so they are not kept twice.
+            accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+            # The others wait while the main process saves a large model, for example.
+            accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12)),
+        ],
+    )
+    if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1)):
+        raise UserError("accelerate cannot run several processes here: on an Apple GPU, use one")
+    if accelerator.distributed_type == "DEEPSPEED":
+        # Batch, clipping and precision follow the flags, not DeepSpeed's config.
+        accelerator.state.deepspeed_plugin.deepspeed_config |= dict(
+            train_micro_batch_size_per_gpu=args.per_device_train_batch_size,
+            gradient_accumulation_steps=args.gradient_accumulation_steps,
+            gradient_clipping=args.max_grad_norm or 0.0,
+            torch_autocast=dict(
+                enabled=wants_bf16(args, accelerator.device),
+                dtype="bfloat16",
+                lower_precision_safe_modules=[],  # weights are gathered, and gradients added up, in fp32
+            ),
+        )
+        transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # else from_pretrained loads shards
+    set_global_seed(args.seed)  # for weights that start at random, such as LoRA's
+    return accelerator
+
+
+def wants_bf16(args, device):
+    """True if matmuls should run in bf16: on request, or with dtype auto on a GPU that supports it."""
+    has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return args.dtype == "bfloat16" or (args.dtype == "auto" and has_bf16)
+
+
+def make_learner(model, args, accelerator):
+    """The module that is trained, and its optimizer.
+
+    One process trains the model itself, DDP a wrapper around it. FSDP2 and ZeRO-3 cut a copy of it into
+    shards. Shards cannot sample or score, so every process keeps the whole model for that.
+    """
+    plugin = accelerator.state.deepspeed_plugin
+    learner = model
+    if accelerator.distributed_type == "FSDP" or (plugin is not None and plugin.zero_stage == 3):
+        learner = copy.deepcopy(model)
+        # accelerate reads this: FSDP2 gathers one layer of this class at a time.
+        learner._no_split_modules = [type(transformer_layers(model)[0]).__name__]
+    options = dict(lr=args.learning_rate)
+    if "Adam" in args.optimizer:
+        options["eps"] = args.adam_eps
+    if args.optimizer in ("torch.optim.Adam", "torch.optim.AdamW"):
+        options["fused"] = True  # one kernel for all parameters
+    module, _, name = args.optimizer.rpartition(".")
+    optimizer_class = getattr(importlib.import_module(module), name)
+    return accelerator.prepare(learner, optimizer_class(trainable(learner).values(), **options))
+
+
+@torch.no_grad()
+def copy_weights(learner, model):
+    """Copy the trained weights into the whole model, if they are shards of a copy."""
+    for p, trained in zip(trainable(model).values(), trainable(learner).values(), strict=True):
+        if hasattr(trained, "full_tensor"):  # FSDP2
+            p.copy_(trained.full_tensor())
+        elif trained is not p:  # ZeRO-3
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters([trained]):
+                p.copy_(trained)
+
+
+def unshard(x):
+    """Gather a tensor that FSDP2 has cut into shards; return anything else unchanged."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def performance_metrics(start_time, rollout_end, num_tokens, device):
+    """Speed of an update that started at start_time and whose rollout ended at rollout_end; peak memory."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # wait for what is still running
+    now = time.time()
+    if device.type == "cuda":
+        peak_memory = torch.cuda.max_memory_allocated() / 2**20
+    else:
+        unit = 1 if sys.platform == "darwin" else 1024  # macOS reports bytes, Linux KiB
+        peak_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
+    return {
+        "perf/seconds": now - start_time,
+        "perf/rollout_seconds": rollout_end - start_time,
+        "perf/train_seconds": now - rollout_end,
+        "perf/tokens_per_second": num_tokens / (now - start_time),
+        "perf/peak_memory_mb": peak_memory,
+    }
+
+
+# ---- Run folder and screen ---------------------------------------------------------------------------------
+
+
+class Run:
+    """The run folder (args.json, metrics.jsonl, checkpoints/, ...), the screen, and resuming.
+
+    Only the main process writes and prints. (With DeepSpeed and FSDP2, all write checkpoints.) Checkpoints
+    and args.json are renamed into place once they are complete. The logs grow; resuming cuts off what came
+    after the checkpoint. So a run can be killed at any time.
+    """
+
+    def __init__(self, args, accelerator, updates, status):
+        """status: label -> metric, for the metrics shown next to the progress bar"""
+        self.args, self.accelerator, self.updates, self.status = args, accelerator, updates, status
+        self.console = Console(
+            highlight=False, markup=False, emoji=False, quiet=not accelerator.is_main_process
+        )
+        self.bar = Progress(console=self.console, disable=not self.console.is_terminal)
+        self.task = self.bar.add_task("", total=updates)
+        self.last_line_time = 0.0
+        self.about = None  # what is written to args.json; None before start
+        # The same folder on all processes. self.name is the path as it was given, for messages.
+        now = f"{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"  # to the microsecond: no other run has it
+        name = args.resume or args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{now}"
+        [self.name] = accelerate.utils.broadcast_object_list([name])
+        self.folder = Path(self.name).absolute()  # your code may change the working directory
+        is_used = self.logs() or self.checkpoints() or (self.folder / "model").exists()
+        if is_used and not args.resume:
+            raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
+        self.got_signal = None
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # SIGHUP: the terminal was closed
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
+                signal.signal(number, self.on_signal)
+                # These signals still terminate worker processes that your code forks.
+                os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
+
+    def logs(self):
+        """The append-only files of this run. (Some scripts write only the first.)"""
+        names = "metrics.jsonl", "samples.jsonl", "tokens.jsonl"
+        return [self.folder / name for name in names if (self.folder / name).exists()]
+
+    def checkpoints(self):
+        """Its checkpoints, oldest first. A folder whose name is not that of its update is the user's own."""
+        found = []
+        for path in self.folder.glob("checkpoints/*/state.json"):
+            if path.parent.name == f"{json.loads(path.read_text()).get('update', 0):06d}":
+                found.append(path.parent)
+        return sorted(found, key=lambda folder: int(folder.name))
+
+    def append(self, name, rows):
+        if self.accelerator.is_main_process:
+            with open(self.folder / name, "a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+
+    def table(self, title, rows):
+        """Print dicts as the rows of a table."""
+        table = Table(title=title, title_justify="left", show_lines="metric" not in rows[0])
+        for name, cell in rows[-1].items():  # the last row, because the first one may have empty cells
+            table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
+        for row in rows:
+            if isinstance(row.get("prompt"), str) and self.console.width <= 80:
+                row = row | {"prompt": row["prompt"][-60:]}  # its end, next to the response
+            table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
+        self.console.print(table)
+
+    def log(self, metrics):
+        """Log one update: to metrics.jsonl, to the tracker and to the screen.
+
+        metrics: dict of numbers, or tensors with one number -> dict of numbers
+        """
+        metrics = {name: x.item() if isinstance(x, torch.Tensor) else x for name, x in metrics.items()}
+        update = metrics["update"]
+        not_finite = [name for name, x in metrics.items() if not math.isfinite(x)]
+        if not_finite:
+            names = ", ".join(not_finite)
+            raise UserError(f"update {update} was not saved; not finite: {names} (--learning-rate too high?)")
+        if update == 1 and not self.args.resume:
+            self.write_args()
+        self.append("metrics.jsonl", [metrics])
+        # In a tracker, TRL's names begin with train/ or eval/.
+        named = {name if name.startswith("eval/") else f"train/{name}": x for name, x in metrics.items()}
+        self.accelerator.log(named, step=update)
+
+        status = self.status | {"lr": "lr", "seconds": "perf/seconds"}
+        shown = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in status.items())
+        shown = f"update {update}/{self.updates}  {shown}"
+        self.bar.start()
+        self.bar.update(self.task, completed=update, description=shown)
+        if update == self.updates:
+            self.bar.stop()  # before the final tables
+        is_due = time.time() - self.last_line_time > 10 or update == self.updates
+        if self.bar.disable and is_due:  # not a terminal: print a line now and then
+            self.last_line_time = time.time()
+            self.accelerator.print(shown, flush=True)
+        return metrics
+
+    def finish(self):
+        """Wait until the main process has saved everything, then close the tracker."""
+        self.accelerator.print(f"saved {self.name}/model; to look at the run: python report.py {self.name}")
+        self.accelerator.wait_for_everyone()
+        self.accelerator.end_training()
+
+    # -- Checkpoints --
+
+    def start(self, batch_size):
+        """To resume, load the newest checkpoint. -> its state; update 0 if new"""
+        self.accelerator.register_save_state_pre_hook(save_trained)
+        self.accelerator.register_load_state_pre_hook(load_trained)
+        state = {"update": 0, "batch_size": batch_size, "sizes": {}}  # sizes: bytes of each log
+        checkpoints = self.checkpoints()
+        if self.args.resume and checkpoints:
+            state = json.loads((checkpoints[-1] / "state.json").read_text())
+            self.accelerator.load_state(checkpoints[-1])
+            self.accelerator.step = 0  # accumulate counts from here; the number of steps may have changed
+        if state["batch_size"] != batch_size:
+            raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
+        if state["update"] > self.updates:
+            raise UserError(f"--resume: the flags ask for {self.updates} updates; {state['update']} are done")
+        config = asdict(self.args)
+        self.about = {
+            "args": config,
+            "script": SCRIPT,
+            "command": sys.argv,
+            "id": os.urandom(8).hex(),  # of the run in Weights & Biases
+            "versions": {m.__name__: m.__version__ for m in (torch, transformers, datasets, accelerate)},
+            "world_size": self.accelerator.num_processes,
+        }
+        if self.args.resume:  # keep the first ones
+            first = json.loads((self.folder / "args.json").read_text())
+            self.about |= {name: first[name] for name in ("command", "id") if name in first}
+            self.accelerator.wait_for_everyone()  # no process writes until all have read
+            self.write_args()
+            if self.accelerator.is_main_process:
+                for path in self.logs():  # what came after the checkpoint will be written again
+                    os.truncate(path, state["sizes"].get(path.name, 0))
+        if self.args.log_with != "none":  # only now, because the tracker writes to the run folder
+            self.accelerator.log_with = [self.args.log_with]
+            self.accelerator.project_configuration.logging_dir = str(self.folder)
+            config = {name: str(x) for name, x in config.items()}
+            wandb = {"name": self.folder.name, "id": self.about["id"], "resume": "allow"}
+            self.accelerator.init_trackers(SCRIPT, config, {"wandb": wandb})
+        self.accelerator.print(f"run folder {self.name}, after update {state['update']}")
+        return state
+
+    def write_args(self):
+        """Write args.json. A new run does so with its first update: until then, its folder is free."""
+        if self.accelerator.is_main_process:
+            (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+            if not self.args.resume:  # raises an error if another new run was faster
+                (self.folder / "metrics.jsonl").touch(exist_ok=False)
+            (self.folder / "draft.json").write_text(json.dumps(self.about, indent=2))
+            os.replace(self.folder / "draft.json", self.folder / "args.json")
+
+    def on_signal(self, number, frame):
+        """Finish the update (or the last evaluation), save, and stop. The same signal again stops at once."""
+        if self.about is None:  # before start, there is nothing to save
+            print(f"{SCRIPT}.py: stopped by {signal.Signals(number).name} before training", file=sys.stderr)
+            sys.exit(128 + number)
+        # A terminal that is closed sends SIGHUP more than once.
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
+        self.got_signal = number  # only noted, because a signal may come at any moment
+
+    def checkpoint(self, state):
+        """If a checkpoint is due, save all that the rest of the run depends on. After a signal: save, exit.
+
+        state: update, batch_size, and anything else that json can hold
+        """
+        update, save_every = state["update"], self.args.save_every
+        if self.got_signal:
+            self.accelerator.set_trigger()
+        is_stopped = self.accelerator.check_trigger()  # by a signal that any process got
+        if is_stopped or update == self.updates or save_every and update % save_every == 0:
+            draft = self.folder / "draft"
+            if self.accelerator.is_main_process:
+                shutil.rmtree(draft, ignore_errors=True)  # of a run that was killed here
+            self.accelerator.wait_for_everyone()
+            self.accelerator.save_state(draft)
+            self.accelerator.wait_for_everyone()
+            if self.accelerator.is_main_process:
+                state["sizes"] = {path.name: path.stat().st_size for path in self.logs()}
+                (draft / "state.json").write_text(json.dumps(state))
+                draft.rename(self.folder / "checkpoints" / f"{update:06d}")
+                for old in self.checkpoints()[: -max(self.args.keep_checkpoints, 1)]:
+                    shutil.rmtree(old.rename(draft))  # as a draft, so that no checkpoint is ever incomplete
+        if is_stopped and update < self.updates:
+            self.bar.stop()
+            self.accelerator.print(f"stopped; to continue: the same command with --resume {self.name}")
+            self.accelerator.wait_for_everyone()
+            sys.exit(128 + (self.got_signal or signal.SIGTERM))
+
+
+def save_trained(models, weights, folder):
+    """Save only the trained weights: a hook of accelerator.save_state.
+
+    Their names carry no prefix of DDP, so any number of processes can load them. With FSDP2 and DeepSpeed,
+    `weights` is empty, because these save their shards themselves.
+    """
+    if weights and accelerate.PartialState().is_main_process:
+        trained = trainable(accelerate.utils.extract_model_from_parallel(models[0]))
+        if not all(p.isfinite().all() for p in trained.values()):
+            raise UserError("not saved: weights are not finite (--learning-rate too high?)")
+        save_file({name: p.detach() for name, p in trained.items()}, f"{folder}/trained.safetensors")
+    weights.clear()  # tells accelerate that there is nothing left to save
+
+
+def load_trained(models, folder):
+    """Load what save_trained saved: a hook of accelerator.load_state."""
+    for model in models:
+        saved = load_file(f"{folder}/trained.safetensors")
+        weights = trainable(accelerate.utils.extract_model_from_parallel(model))
+        assert saved.keys() == weights.keys(), "the checkpoint is of another model"
+        for name, p in weights.items():
+            p.data.copy_(saved[name])
+    models.clear()  # nothing left to load
+
+
+def log_samples(run, update, rows, lengths, columns):
+    """Show and save the first responses of the batch. tokens.jsonl also gets their numbers per token.
+
+    rows: one dict of texts and numbers per response; lengths [B]; columns: name -> [B, T]
+    """
+    run.table(f"samples of update {update}", rows)
+    for row, length, *values in zip(rows, lengths, *columns.values()):
+        tokens = {name: x[:length].tolist() for name, x in zip(columns, values)}
+        run.append("samples.jsonl", [{"update": update} | row])
+        run.append("tokens.jsonl", [{"update": update} | row | tokens])
+
+
+def rows_of(columns):
+    """A dict of lists -> a list of dicts."""
+    return [dict(zip(columns, row)) for row in zip(*columns.values())]
+
+
+def report_tasks(run, before, after):
+    """The final tables, evaluation.json and evaluation_samples.jsonl. before, after: from evaluate_all"""
+    args = run.args
+    metrics_before, metrics_after = table_metrics(before), table_metrics(after)
+    comparison = []
+    for name, x in metrics_before.items():
+        comparison.append({"metric": name, "before": x, "after": metrics_after[name]})
+    rows = []
+    for name in before:
+        for old, new in zip(before[name], after[name]):
+            rows.append({"set": name, "task": old.pop("task"), "before": old, "after": new})
+            del new["task"]  # the same
+    samples = []
+    for row in rows[:6]:
+        old, new = row["before"], row["after"]
+        sample = {"prompt": row["task"], "before": old["responses"][0], "right": old["right"][0]}
+        samples.append(sample | {"after": new["responses"][0], "right after": new["right"][0]})
+    count = len(before["held-out"])
+    decoding = f"sampling, temperature {args.temperature}, at most {args.response_length} tokens"
+    run.table("held-out tasks, the first of the sampled responses", samples)
+    run.table(f"{count} held-out tasks", comparison)
+    run.accelerator.print(
+        f"right: the first reward that applies is 1 or more\n"
+        f"{args.num_eval_samples} responses per task by {decoding}; greedy: one, temperature 0.01; "
+        "without tools: one turn"
+    )
+    about = {
+        "before": metrics_before,
+        "after": metrics_after,
+        "n": count,
+        "judge": args.reward_fn[0] if args.reward_fn else args.environment,
+        "decoding": decoding,
+    }  # as in other scripts, for report.py
+    (run.folder / "evaluation.json").write_text(json.dumps(about, indent=2))
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (run.folder / "evaluation_samples.jsonl").write_text("".join(lines))
+    run.accelerator.log({f"eval/{name}": x for name, x in metrics_after.items()}, step=run.updates)
+
+
+# ---- Command line ------------------------------------------------------------------------------------------
+
+
+# Flags of all scripts that cannot be 0.
+POSITIVE = (
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches", "num_ppo_epochs"),
+    *("total_episodes", "num_train_epochs", "num_train_rows", "num_eval_prompts", "num_eval_pairs"),
+    *("num_eval_samples", "num_context_utterances", "max_length", "query_min_length", "response_min_length"),
+    *("response_length", "temperature", "max_grad_norm", "score_clip", "kl_target", "kl_horizon", "beta"),
+    *("max_turns", "max_tool_tokens", "tool_timeout"),
+)
+
+
+def check_numbers(args):
+    """Raise if a number is negative, or if it is 0 and in POSITIVE.
+
+    A weight may be negative, and so may any flag whose default is negative.
+    """
+    for name, value in vars(args).items():
+        if not isinstance(value, (int, float)):
+            continue
+        default = getattr(Args, name, None)
+        may_be_negative = name.endswith("_weight") or isinstance(default, (int, float)) and default < 0
+        if value < 0 and not may_be_negative or value == 0 and name in POSITIVE:
+            raise UserError(f"--{name.replace('_', '-')} cannot be {value}")
+    if args.warmup_ratio > 1:
+        raise UserError(f"--warmup-ratio is a fraction of the updates: {args.warmup_ratio} is more than 1")
+
+
+# Flags of all scripts that may change when a run is resumed. (More updates also change the learning rates of
+# the updates that are left, unless the schedule is constant and the warm-up is over.)
+MAY_CHANGE = (
+    *("resume", "eval_every", "save_every", "keep_checkpoints", "log_with", "num_sample_generations"),
+    *("judge_fn", "judge_model", "judge_url"),
+    *("total_episodes", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("local_rollout_forward_batch_size", "gradient_checkpointing"),
+)
+
+# Flags of all scripts with which a recipe describes its own data.
+DESCRIBE_DATA = (
+    *("eval_dataset_name", "center_dataset_name", "hard_dataset_name"),
+    *("label_names", "prompt_template", "reward_fn", "judge_fn"),
+)
+
+
+def fit_recipe(recipe, args):
+    """The recipe for the data and the model that the command line names. -> Args
+
+    With other data, the flags that describe the recipe's own data go back to the defaults of Args. With
+    another model, so does --from-config, the recipe's random weights.
+    """
+    names = []
+    if args.dataset_name != recipe.dataset_name:
+        names += DESCRIBE_DATA
+    if args.model_name_or_path != recipe.model_name_or_path:
+        names.append("from_config")
+    defaults = {name: x for name, x in asdict(Args()).items() if name in names}
+    changed = [name for name, x in defaults.items() if getattr(args, name) == getattr(recipe, name) != x]
+    if changed and os.environ.get("RANK", "0") == "0":
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in changed)
+        print(f"not taken from the recipe, because they describe its own data or model: {flags}")
+    return replace(recipe, **defaults)
+
+
+def parse_args(argv):
+    """The command line: an optional recipe, then flags. -> Args
+
+    No recipe and no model: the recipe tiny. A model but no recipe: everything else has the defaults of Args.
+    fit_recipe says which flags of a recipe do not apply to other data.
+    """
+    model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")  # of all scripts
+    names_model = any(word.split("=")[0].replace("_", "-") in model_flags for word in argv)
+    recipe = "custom" if names_model else "tiny"
+    names_recipe = len(argv) > 0 and not argv[0].startswith("-")
+    if names_recipe:
+        recipe, *argv = argv
+        if recipe not in RECIPES:
+            raise UserError(f"there is no recipe {recipe!r}; the recipes are {', '.join(RECIPES)}")
+    description = f"{__doc__}\nRecipes: {', '.join(RECIPES)}"
+    parse = partial(tyro.cli, Args, args=argv, description=description)
+    start = replace(RECIPES.get(recipe, Args()), recipe=recipe)
+    args = parse(default=start)
+    if args.resume is None:
+        return parse(default=fit_recipe(start, args))
+
+    # The flags of that run. Only those in MAY_CHANGE may differ.
+    saved = json.loads(Path(args.resume, "args.json").read_text())["args"]
+    if saved.keys() != asdict(args).keys():
+        raise UserError(f"--resume {args.resume}: a run of another script, or of another version of this one")
+    args = parse(default=Args(**saved))
+    if names_recipe:
+        args.recipe = recipe
+    for name, value in asdict(args).items():
+        if value != saved[name] and name not in MAY_CHANGE:
+            raise UserError(f"--resume cannot change {name}: it is {saved[name]} in that run")
+    return args
+
+
+def go_on_without_output():
+    """Drop what cannot be printed, because `| tee` was stopped first or the terminal is closed."""
+
+    def attempt(method, *inputs):
+        with suppress(OSError, ValueError):  # closed, full, or of another encoding
+            return method(*inputs)
+
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            stream.write = partial(attempt, stream.write)
+            stream.flush = partial(attempt, stream.flush)
+
+
+def main(argv=None):
+    """Run the command line. A UserError prints one line, with exit code 2."""
+    go_on_without_output()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about kernels that we do not use
+    warnings.filterwarnings("ignore", category=FutureWarning)  # libraries that use each other's old names
+    warnings.filterwarnings("error", message="Found missing adapter keys")  # peft: they would be random
+    warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft, about GPT-2; it does the right thing
+    for library in (transformers, datasets):
+        library.logging.set_verbosity_error()
+        library.utils.logging.disable_progress_bar()
+    try:
+        train(parse_args(sys.argv[1:] if argv is None else argv))
+    except UserError as error:
+        print(f"{SCRIPT}.py: {error}", file=sys.stderr)
+        sys.exit(2)
+    finally:
+        Console().show_cursor()  # the progress bar hid it
+
+
+if __name__ == "__main__":
+    main()
