@@ -79,7 +79,7 @@ def test_the_readme_snippet_continues_a_prompt(ppo, tiny_lm):
 def documented_commands():
     """The indented commands of README, docs and docstrings that start a script. -> (script, words)"""
     docstrings = [ast.get_docstring(ast.parse((ROOT / f"{name}.py").read_text()), False) for name in SCRIPTS]
-    command = re.compile(r"^ {4}(?:\w+=\S+ )?(?:python|torchrun|accelerate|uv)\b(.*?(?:\\\n.*)?)$", re.M)
+    command = re.compile(r"^ {4}(?:\w+=\S+ )?(?:python|torchrun|accelerate|uv)\b(.*?(?:\\\n.*?)*)$", re.M)
     for page in [README, *DOCS.values(), *docstrings]:
         for line in command.findall(page):
             words = shlex.split(line.replace("\\\n", " "), comments=True)
@@ -333,6 +333,43 @@ def test_a_table_of_health_is_that_of_the_program(folders):
     lines = health.table([ROOT / "results" / folder for folder in folders]).splitlines()
     page = DOCS["ppo_sentiment"].split("\n## Results")[1]
     assert set(lines) <= set(page.splitlines())
+
+
+def test_the_tables_and_numbers_of_your_data_are_those_of_the_files():
+    """results/your-data, and the table that examples/make_answers.py writes."""
+    program = load_program("benchmarks/your_data.py")
+    page = " ".join(DOCS["your_data"].split())
+    for table in (program.first_rows, program.results, program.samples, program.too_far, program.too_long):
+        assert table() in DOCS["your_data"]
+    rloo, dpo = program.evaluation("rloo"), program.evaluation("dpo")
+    wins = rloo["after"]["win rate"], dpo["after"]["win rate"]
+    assert rloo["n"] == dpo["n"] == 75
+    assert f"On the 75 held-out questions, RLOO's answers now win {wins[0]:.0%}".replace("%", " %") in page
+    assert f"and DPO's {wins[1]:.0%}".replace("%", " %") in page
+    assert f"held-out pairs: {program.evaluation('reward')['accuracy']:.3f}" in page
+    assert (
+        f"The better answers of the table have {program.mean_parts(program.answers('rloo'), 'reference'):.2f}"
+        in page
+    )
+
+    after, before = (program.wrong_articles(program.answers("rloo"), when) for when in ("after", "before"))
+    assert f"Of the {after[1]} answers that name an article, {after[0]} name a wrong one" in page
+    assert before[0] == 0 and f"before training, none of {before[1]} did" in page
+    wrong, named = program.wrong_articles(program.answers("dpo"), "after")
+    assert wrong == 0 and f"none of {named}.)" in page
+    far = program.answers("rloo-far")
+    wrong, named = program.wrong_articles(far, "after")
+    assert f"{wrong} of the {named} answers that name an article name a wrong one" in page
+    quoted = re.search(r'many are broken: "(.*?)"', page)[1]
+    assert quoted in [row["after"].strip() for row in far]
+
+    rows = program.read_rows(program.RUNS / "rloo-far", "metrics.jsonl")
+    best = max((row for row in rows if "eval/win rate" in row), key=lambda row: row["eval/win rate"])
+    assert f"is best after update {best['update']}" in page
+    rows = program.read_rows(program.RUNS / "sft-long", "metrics.jsonl")
+    best = min((row for row in rows if "eval/loss" in row), key=lambda row: row["eval/loss"])
+    assert best["update"] == 200 and 5 < best["epoch"] < 6
+    assert "lowest after update 200, in the sixth epoch" in page
 
 
 def test_the_own_reward_of_the_readme_is_that_of_the_file():

@@ -58,16 +58,53 @@ def test_an_evaluation_is_of_the_policy_after_the_update(scripts, small, monkeyp
             assert logged[key] == x, key
 
 
-def test_the_page_chooses_a_checkpoint(ppo):
-    """docs/running.md: its lines print the evaluations, and load the weights of one of them."""
+def lines_of_the_page():
+    """The Python of docs/running.md: to choose a checkpoint, and to load the weights of one."""
     page = (ROOT / "docs/running.md").read_text()
     section = page.split("\n## Evaluation during training")[1].split("\n## ")[0]
-    show, load = re.findall(r"```python\n(.*?)```", section, re.S)
-    flags = SIX_UPDATES["ppo_sentiment"] | dict(eval_every=2, save_every=2, keep_checkpoints=100)
-    model, folder, rows = ppo(**flags)
+    return re.findall(r"```python\n(.*?)```", section, re.S)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_lines_that_choose_a_checkpoint(scripts, small, capsys, name):
+    """Those of docs/running.md name the best update, and their command makes a model of it. The final table
+    of the copy has the numbers that the run logged there; the run itself stays as it was."""
+    module = scripts[name]
+    flags = SIX_UPDATES[name] | dict(eval_every=2, save_every=2, keep_checkpoints=1000)
+    if name == "grpo_math":
+        flags |= dict(lora_r=2)
+    _, folder = module.train(small(name, "my-run", **flags))
+    last_weights = weights(folder / "model")
+    second, fourth = rows_of(folder)[1], rows_of(folder)[3]
+    changed = [key for key in second if key.startswith("eval/") and second[key] != fourth[key]]
+    metric = [*changed, "eval/accuracy"][0]  # that of a classifier may stay the same
+    best = min(second, fourth, key=lambda row: row[metric])
+
+    choose, _ = lines_of_the_page()
+    code, count = re.subn(r"(?<=best_of = ).*", f"Path({str(folder)!r}), {metric!r}, min", choose)
+    assert count == 1
+    capsys.readouterr()
+    exec(code, {})
+    found, command = capsys.readouterr().out.splitlines()
+    assert found == f"update {best['update']}: {metric} {best[metric]:.3f}"
+
+    python, program, *words = command.split()
+    assert (python, program) == ("python", f"{name}.py")
+    module.main(words)
+    copy = folder.parent / f"my-run-{best['update']}"
+    assert len(rows_of(copy)) == best["update"] and len(rows_of(folder)) == 6
+    for key, x in numbers_after(name, copy).items():
+        if key != "eval/reward_offset":
+            assert x == best[key], key
+    assert same(weights(folder / "model"), last_weights)
+    assert not same(weights(copy / "model"), last_weights)
+
+
+def test_the_lines_that_load_a_checkpoint(ppo):
+    """Those of docs/running.md load the weights of any update into plain transformers."""
+    _, load = lines_of_the_page()
+    model, folder, _ = ppo(**SIX_UPDATES["ppo_sentiment"] | dict(save_every=2, keep_checkpoints=100))
     names = {}
-    exec(show.replace("RUN_FOLDER", str(folder)), names)
-    assert [row["update"] for row in names["evaluated"]] == [2, 4]
     for update, is_last in ((2, False), (6, True)):
         code = load.replace("RUN_FOLDER", str(folder)).replace("000020", f"{update:06d}")
         exec(code, names)
