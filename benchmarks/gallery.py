@@ -285,7 +285,8 @@ def run_one(entry):
                 (project / path.name).symlink_to(path)
         source = faulty_source(entry)
         if entry.no_ratio_check:
-            source = source.replace("assert gap < 0.02", "assert True")
+            for limit in (0.02, 0.1):  # of the update, and of the sampler
+                source = source.replace(f"assert gap < {limit}", "assert True")
         (project / f"{entry.script}.py").write_text(source)
         words = [sys.executable, __file__, "train", entry.name, str(project), f"{folder}/run"]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
