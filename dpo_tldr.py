@@ -394,7 +394,8 @@ def evaluate_samples(policy, posts, tokenizer, args, accelerator, ref_model):
     device, T = accelerator.device, args.response_length
     stop_ids = end_tokens(policy, tokenizer).to(device)
     # One random number per token. With the same posts, seed and T, rloo_tldr.py draws the same ones.
-    uniforms = torch.rand(len(posts), T, generator=generator_for(args.seed, "tokens", "held-out")).to(device)
+    generator = generator_for(args.seed, "tokens", "held-out")
+    uniforms = torch.rand(len(posts), T, dtype=torch.float64, generator=generator).to(device)
     rows = []
     with accelerator.split_between_processes(torch.arange(len(posts))) as share:
         for places in share.split(args.per_device_train_batch_size):  # places in posts
@@ -704,12 +705,12 @@ def sample_tokens(probs, uniforms):
     """Sample one token per row by inverting the cumulative distribution. fp32 [B, V], [B] in [0, 1) -> [B]
 
     Unlike torch.multinomial, each token depends only on its own row and its own uniform number. So for the
-    same probabilities, the samples are the same no matter how a batch is split. The sums are in fp64: in fp32
-    they would lose small probabilities.
+    same probabilities, the samples are the same no matter how a batch is split. Uniforms and sums are in
+    fp64. In fp32, uniforms would be multiples of 2^-24, which miss most tokens with probabilities below 6e-8,
+    and sums would lose small probabilities.
     """
-    dtype = torch.float32 if probs.device.type == "mps" else torch.float64  # Apple's GPUs have no fp64
-    ends = probs.cumsum(1, dtype=dtype)  # [B, V]
-    target = uniforms.to(dtype)[:, None] * ends[:, -1:]  # [B, 1]
+    ends = probs.cumsum(1, dtype=torch.float64)  # [B, V]
+    target = uniforms[:, None] * ends[:, -1:]  # [B, 1]
     # right=True never selects what has probability 0. With NaN, the index is past the end, hence the clamp.
     # (Then the loss is NaN too, and the run ends with an error message.)
     token = torch.searchsorted(ends, target, right=True).squeeze(1)
@@ -1349,7 +1350,8 @@ def start_accelerator(args):
     torch.backends.cuda.enable_cudnn_sdp(False)
     accumulation = accelerate.utils.GradientAccumulationPlugin(num_steps=args.gradient_accumulation_steps)
     accelerator = accelerate.Accelerator(
-        cpu=not torch.accelerator.is_available(),  # Apple's GPUs count, but are untested
+        # On Apple's GPUs, fully masked rows give NaN (pytorch#167515), and there is no fp64.
+        cpu=not torch.cuda.is_available(),
         mixed_precision="no",  # autocast is explicit in train
         dynamo_backend="no",
         gradient_accumulation_plugin=accumulation,  # a number would be replaced by an environment variable
@@ -1360,8 +1362,6 @@ def start_accelerator(args):
             accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12)),
         ],
     )
-    if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1)):
-        raise UserError("accelerate cannot run several processes here: on an Apple GPU, use one")
     if accelerator.distributed_type == "DEEPSPEED":
         # Batch, clipping and precision follow the flags, not DeepSpeed's config.
         accelerator.state.deepspeed_plugin.deepspeed_config |= dict(

@@ -608,7 +608,7 @@ def draw_groups(examples, k, args, purpose):
     ids = torch.zeros(mask.shape, dtype=torch.long)  # 0 only fills the row: the mask hides it
     ids[mask] = torch.tensor([token for example in examples for token in example["ids"]])
     generator = generator_for(args.seed, "tokens", purpose)
-    uniforms = torch.rand(len(examples), k, args.response_length, generator=generator)
+    uniforms = torch.rand(len(examples), k, args.response_length, dtype=torch.float64, generator=generator)
     return dict(examples=examples, ids=ids, mask=mask, uniforms=uniforms)
 
 
@@ -993,12 +993,12 @@ def sample_tokens(probs, uniforms):
     """Sample one token per row by inverting the cumulative distribution. fp32 [B, V], [B] in [0, 1) -> [B]
 
     Unlike torch.multinomial, each token depends only on its own row and its own uniform number. So for the
-    same probabilities, the samples are the same no matter how a batch is split. The sums are in fp64: in fp32
-    they would lose small probabilities.
+    same probabilities, the samples are the same no matter how a batch is split. Uniforms and sums are in
+    fp64. In fp32, uniforms would be multiples of 2^-24, which miss most tokens with probabilities below 6e-8,
+    and sums would lose small probabilities.
     """
-    dtype = torch.float32 if probs.device.type == "mps" else torch.float64  # Apple's GPUs have no fp64
-    ends = probs.cumsum(1, dtype=dtype)  # [B, V]
-    target = uniforms.to(dtype)[:, None] * ends[:, -1:]  # [B, 1]
+    ends = probs.cumsum(1, dtype=torch.float64)  # [B, V]
+    target = uniforms[:, None] * ends[:, -1:]  # [B, 1]
     # right=True never selects what has probability 0. With NaN, the index is past the end, hence the clamp.
     # (Then the loss is NaN too, and the run ends with an error message.)
     token = torch.searchsorted(ends, target, right=True).squeeze(1)
@@ -1228,7 +1228,8 @@ def check_group_model(lm, name, max_tokens):
     prompt_lengths = torch.tensor([C // 2, C - 1], device=device)
     ids = torch.randint(lm.config.get_text_config().vocab_size, (2, C), device=device)
     mask = length_mask(prompt_lengths, C).flip(1)
-    no_stop, uniforms = torch.tensor([-1], device=device), torch.rand(2, 2, T, device=device)
+    no_stop = torch.tensor([-1], device=device)
+    uniforms = torch.rand(2, 2, T, dtype=torch.float64, device=device)
     first_tokens, _ = generate_groups(lm.eval(), ids, mask, uniforms[:, :, :1], no_stop, 1.0)
     stop_id = first_tokens[0, 0]
     tokens, sampled = generate_groups(lm, ids, mask, uniforms, stop_id, 1.0)  # [4, T] each
@@ -1961,7 +1962,8 @@ def start_accelerator(args):
     torch.backends.cuda.enable_cudnn_sdp(False)
     accumulation = accelerate.utils.GradientAccumulationPlugin(num_steps=args.gradient_accumulation_steps)
     accelerator = accelerate.Accelerator(
-        cpu=not torch.accelerator.is_available(),  # Apple's GPUs count, but are untested
+        # On Apple's GPUs, fully masked rows give NaN (pytorch#167515), and there is no fp64.
+        cpu=not torch.cuda.is_available(),
         mixed_precision="no",  # autocast is explicit in train
         dynamo_backend="no",
         gradient_accumulation_plugin=accumulation,  # a number would be replaced by an environment variable
@@ -1972,8 +1974,6 @@ def start_accelerator(args):
             accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12)),
         ],
     )
-    if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1)):
-        raise UserError("accelerate cannot run several processes here: on an Apple GPU, use one")
     if accelerator.distributed_type == "DEEPSPEED":
         # Batch, clipping and precision follow the flags, not DeepSpeed's config.
         accelerator.state.deepspeed_plugin.deepspeed_config |= dict(

@@ -689,7 +689,8 @@ def draw_prompts(turns, start, B, args, purpose):
     lengths = torch.tensor([len(prompt) for prompt in prompts])  # [B]
     ids = nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left")  # [B, C]
     mask = length_mask(lengths, ids.shape[1]).flip(1)  # [B, C]
-    uniforms = torch.rand(B, args.response_length, generator=generator_for(args.seed, "tokens", purpose))
+    generator = generator_for(args.seed, "tokens", purpose)
+    uniforms = torch.rand(B, args.response_length, dtype=torch.float64, generator=generator)
     return dict(turns=turns, ids=ids, mask=mask, uniforms=uniforms)
 
 
@@ -1082,12 +1083,12 @@ def sample_tokens(probs, uniforms):
     """Sample one token per row by inverting the cumulative distribution. fp32 [B, V], [B] in [0, 1) -> [B]
 
     Unlike torch.multinomial, each token depends only on its own row and its own uniform number. So for the
-    same probabilities, the samples are the same no matter how a batch is split. The sums are in fp64: in fp32
-    they would lose small probabilities.
+    same probabilities, the samples are the same no matter how a batch is split. Uniforms and sums are in
+    fp64. In fp32, uniforms would be multiples of 2^-24, which miss most tokens with probabilities below 6e-8,
+    and sums would lose small probabilities.
     """
-    dtype = torch.float32 if probs.device.type == "mps" else torch.float64  # Apple's GPUs have no fp64
-    ends = probs.cumsum(1, dtype=dtype)  # [B, V]
-    target = uniforms.to(dtype)[:, None] * ends[:, -1:]  # [B, 1]
+    ends = probs.cumsum(1, dtype=torch.float64)  # [B, V]
+    target = uniforms[:, None] * ends[:, -1:]  # [B, 1]
     # right=True never selects what has probability 0. With NaN, the index is past the end, hence the clamp.
     # (Then the loss is NaN too, and the run ends with an error message.)
     token = torch.searchsorted(ends, target, right=True).squeeze(1)
@@ -1345,7 +1346,7 @@ def check_dialog_model(lm, name, max_tokens):
     prompt_lengths = torch.tensor([C // 2, C - 1], device=device)
     ids = torch.randint(lm.config.get_text_config().vocab_size, (2, C), device=device)
     mask = length_mask(prompt_lengths, C).flip(1)
-    uniforms = torch.rand(2, T, device=device)
+    uniforms = torch.rand(2, T, dtype=torch.float64, device=device)
     row_ends = torch.tensor([True, False], device=device)
 
     def is_end(tokens, logits):
@@ -1763,7 +1764,8 @@ def start_accelerator(args):
     torch.backends.cuda.enable_cudnn_sdp(False)
     accumulation = accelerate.utils.GradientAccumulationPlugin(num_steps=args.gradient_accumulation_steps)
     accelerator = accelerate.Accelerator(
-        cpu=not torch.accelerator.is_available(),  # Apple's GPUs count, but are untested
+        # On Apple's GPUs, fully masked rows give NaN (pytorch#167515), and there is no fp64.
+        cpu=not torch.cuda.is_available(),
         mixed_precision="no",  # autocast is explicit in train
         dynamo_backend="no",
         gradient_accumulation_plugin=accumulation,  # a number would be replaced by an environment variable
@@ -1774,8 +1776,6 @@ def start_accelerator(args):
             accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12)),
         ],
     )
-    if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1)):
-        raise UserError("accelerate cannot run several processes here: on an Apple GPU, use one")
     if accelerator.distributed_type == "DEEPSPEED":
         # Batch, clipping and precision follow the flags, not DeepSpeed's config.
         accelerator.state.deepspeed_plugin.deepspeed_config |= dict(
@@ -2188,7 +2188,7 @@ def chat(argv):
                 prompt, _ = context_ids(utterances, args, bos)
                 ids = torch.tensor([prompt], device=device)  # [1, C]
                 mask = torch.ones_like(ids, dtype=torch.bool)
-                uniforms = torch.rand(1, args.response_length, device=device)
+                uniforms = torch.rand(1, args.response_length, dtype=torch.float64, device=device)
                 tokens, _, length, _ = generate_until(model, ids, mask, uniforms, is_end, args.temperature)
                 answer = answer_text(tokenizer, tokens[0, :length].tolist(), args.utterance_end)
                 print(f"> Bot: {answer}")

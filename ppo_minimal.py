@@ -210,7 +210,8 @@ def draw_batch(reviews, args, purpose):
     max_new_tokens = torch.randint(
         args.response_min_length, T + 1, (B,), generator=generator_for(args.seed, "room", purpose)
     )
-    uniforms = torch.rand(B, T, generator=generator_for(args.seed, "tokens", purpose))
+    generator = generator_for(args.seed, "tokens", purpose)
+    uniforms = torch.rand(B, T, dtype=torch.float64, generator=generator)
     mask = length_mask(prompt_lengths, C).flip(1)  # [B, C], prompts end in the last column
     ids = torch.zeros(B, C, dtype=torch.long)  # 0 only fills the row: the mask hides it
     # Boolean indexing goes row by row, and row i of both masks has prompt_lengths[i] times True. So the first
@@ -345,7 +346,7 @@ def sample_tokens(probs, uniforms):
     be compared.
     """
     ends = probs.cumsum(1, dtype=torch.float64)  # [B, V]; sums in fp32 would lose small probabilities
-    target = uniforms.double()[:, None] * ends[:, -1:]  # [B, 1]
+    target = uniforms[:, None] * ends[:, -1:]  # [B, 1]
     return torch.searchsorted(ends, target, right=True).squeeze(1)
 
 

@@ -572,7 +572,8 @@ def draw_batch(reviews, start, B, args, purpose):
     max_new_tokens = torch.randint(
         args.response_min_length, T + 1, (B,), generator=generator_for(args.seed, "room", purpose)
     )
-    uniforms = torch.rand(B, T, generator=generator_for(args.seed, "tokens", purpose))
+    generator = generator_for(args.seed, "tokens", purpose)
+    uniforms = torch.rand(B, T, dtype=torch.float64, generator=generator)
     prompts = [review["ids"][:length] for review, length in zip(reviews, prompt_lengths)]
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     mask = length_mask(lengths, C).flip(1)  # [B, C], prompts end in the last column
@@ -835,12 +836,12 @@ def sample_tokens(probs, uniforms):
     """Sample one token per row by inverting the cumulative distribution. fp32 [B, V], [B] in [0, 1) -> [B]
 
     Unlike torch.multinomial, each token depends only on its own row and its own uniform number. So for the
-    same probabilities, the samples are the same no matter how a batch is split. The sums are in fp64: in fp32
-    they would lose small probabilities.
+    same probabilities, the samples are the same no matter how a batch is split. Uniforms and sums are in
+    fp64. In fp32, uniforms would be multiples of 2^-24, which miss most tokens with probabilities below 6e-8,
+    and sums would lose small probabilities.
     """
-    dtype = torch.float32 if probs.device.type == "mps" else torch.float64  # Apple's GPUs have no fp64
-    ends = probs.cumsum(1, dtype=dtype)  # [B, V]
-    target = uniforms.to(dtype)[:, None] * ends[:, -1:]  # [B, 1]
+    ends = probs.cumsum(1, dtype=torch.float64)  # [B, V]
+    target = uniforms[:, None] * ends[:, -1:]  # [B, 1]
     # right=True never selects what has probability 0. With NaN, the index is past the end, hence the clamp.
     # (Then the loss is NaN too, and the run ends with an error message.)
     token = torch.searchsorted(ends, target, right=True).squeeze(1)
@@ -1096,7 +1097,8 @@ def check_model(lm, name, max_tokens):
     lengths = torch.tensor([2, 4], device=device)  # of the responses
     ids = torch.randint(lm.config.get_text_config().vocab_size, (2, C), device=device)
     mask = length_mask(prompt_lengths, C).flip(1)
-    no_stop, uniforms = torch.tensor([-1], device=device), torch.rand(2, T, device=device)
+    no_stop = torch.tensor([-1], device=device)
+    uniforms = torch.rand(2, T, dtype=torch.float64, device=device)
     tokens, sampled = generate(lm.eval(), ids, mask, lengths, uniforms, no_stop, 1.0)  # [2, T] each
     ids, mask = torch.cat([ids, tokens], 1), torch.cat([mask, length_mask(lengths, T)], 1)
     # In train mode, so that any dropout that was left on is noticed.
@@ -1599,7 +1601,8 @@ def start_accelerator(args):
     torch.backends.cuda.enable_cudnn_sdp(False)
     accumulation = accelerate.utils.GradientAccumulationPlugin(num_steps=args.gradient_accumulation_steps)
     accelerator = accelerate.Accelerator(
-        cpu=not torch.accelerator.is_available(),  # Apple's GPUs count, but are untested
+        # On Apple's GPUs, fully masked rows give NaN (pytorch#167515), and there is no fp64.
+        cpu=not torch.cuda.is_available(),
         mixed_precision="no",  # autocast is explicit in train
         dynamo_backend="no",
         gradient_accumulation_plugin=accumulation,  # a number would be replaced by an environment variable
@@ -1610,8 +1613,6 @@ def start_accelerator(args):
             accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12)),
         ],
     )
-    if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1)):
-        raise UserError("accelerate cannot run several processes here: on an Apple GPU, use one")
     if accelerator.distributed_type == "DEEPSPEED":
         # Batch, clipping and precision follow the flags, not DeepSpeed's config.
         accelerator.state.deepspeed_plugin.deepspeed_config |= dict(

@@ -1372,7 +1372,8 @@ def start_accelerator(args):
     torch.backends.cuda.enable_cudnn_sdp(False)
     accumulation = accelerate.utils.GradientAccumulationPlugin(num_steps=args.gradient_accumulation_steps)
     accelerator = accelerate.Accelerator(
-        cpu=not torch.accelerator.is_available(),  # Apple's GPUs count, but are untested
+        # On Apple's GPUs, fully masked rows give NaN (pytorch#167515), and there is no fp64.
+        cpu=not torch.cuda.is_available(),
         mixed_precision="no",  # autocast is explicit in train
         dynamo_backend="no",
         gradient_accumulation_plugin=accumulation,  # a number would be replaced by an environment variable
@@ -1383,8 +1384,6 @@ def start_accelerator(args):
             accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12)),
         ],
     )
-    if accelerator.num_processes != int(os.environ.get("WORLD_SIZE", 1)):
-        raise UserError("accelerate cannot run several processes here: on an Apple GPU, use one")
     if accelerator.distributed_type == "DEEPSPEED":
         # Batch, clipping and precision follow the flags, not DeepSpeed's config.
         accelerator.state.deepspeed_plugin.deepspeed_config |= dict(

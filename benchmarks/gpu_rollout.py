@@ -109,7 +109,7 @@ def generate(model, rows, T, how, n=128, is_bf16=True, stop_ids=NO_STOP):
     mask = (torch.arange(C) >= C - lengths[:, None]).to(DEVICE)
     vocabulary = model.config.vocab_size
     ids = torch.randint(vocabulary, (P, C), generator=generator).to(DEVICE)
-    uniforms = torch.rand(P, K, T, generator=generator).to(DEVICE)
+    uniforms = torch.rand(P, K, T, dtype=torch.float64, generator=generator).to(DEVICE)
     reset_memory()
     start = clock()
     with rounds(how, n), torch.autocast(DEVICE, torch.bfloat16, enabled=is_bf16), torch.no_grad():

@@ -97,7 +97,8 @@ def sample():
     columns = {"rewards": [], "golds": [], "wins": []}
     for i in range(NUM_SAMPLES):
         generator = dpo_tldr.generator_for(args.seed, "best of n", i)
-        uniforms = torch.rand(len(posts), args.response_length, generator=generator)
+        shape = len(posts), args.response_length
+        uniforms = torch.rand(shape, dtype=torch.float64, generator=generator)
         tokens, _ = dpo_tldr.sample_texts(lm, ids, mask, uniforms, args.temperature)
         lengths = dpo_tldr.response_lengths(tokens, stop_ids).tolist()
         rows = [row[:length] for row, length in zip(tokens.tolist(), lengths)]

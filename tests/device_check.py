@@ -333,7 +333,6 @@ def patches(check):
     )
     for name, answer in answers.items():
         yield torch.cuda, name, lambda *args, answer=answer, **kwargs: answer
-    yield torch.accelerator, "is_available", lambda: True
 
 
 @contextmanager

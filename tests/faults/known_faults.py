@@ -237,8 +237,12 @@ ppo_sentiment.load_model: the reference of an adapter is its base (trap 14)
   + from_pretrained(base, path).unload()
 ppo_sentiment.sample_tokens: a cumulative sum in fp32 (trap 12)
   math/test_sampling.py::test_sample_tokens_finds_rare_tokens_after_a_likely_one
-  - else torch.float64
-  + else torch.float32
+  - cumsum(1, dtype=torch.float64)
+  + cumsum(1)
+rloo_tldr.draw_groups: uniforms in fp32 (trap 12)
+  runs/test_ppo_sentiment.py::test_rare_tokens_can_be_sampled[rloo_tldr]
+  - dtype=torch.float64
+  + dtype=torch.float32
 ppo_sentiment.generate: rows that go on read the cache of others
   math/test_generation.py::test_generate_samples_from_transformers_softmax
   - cache.reorder_cache(keep)

@@ -191,16 +191,6 @@ def test_a_file_behind_a_link(script, tmp_path):
     assert script.load_functions([f"{tmp_path}/linked_reward.py:reward"])
 
 
-def test_processes_that_accelerate_does_not_connect(script, monkeypatch):
-    """torchrun on a machine on which accelerate knows no way to connect them: runs of their own."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(accelerate, "Accelerator", lambda **options: Accelerator(**options | {"cpu": False}))
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    with pytest.raises(script.UserError, match="cannot run several processes here"):
-        script.start_accelerator(script.Args())
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-
-
 @pytest.mark.parametrize("name", RL)
 def test_each_process_has_random_numbers_of_its_own(scripts, small, monkeypatch, name):
     """For reward functions."""

@@ -97,7 +97,7 @@ def test_samples_have_the_probabilities_of_the_model(tiny_lm, pad):
     lm = AutoModelForCausalLM.from_pretrained(tiny_lm("gpt_neox", pad)).eval()
     ids, mask, T = dpo.collate_pairs([pair | dict(responses=pair["responses"][:1]) for pair in PAIRS], "cpu")
     ids, mask = ids[:, :-T], mask[:, :-T]
-    uniforms = torch.rand(3, 9, generator=torch.Generator().manual_seed(2))
+    uniforms = torch.rand(3, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     tokens, logprobs = dpo.sample_texts(lm, ids, mask, uniforms, 0.7)
     inputs = torch.cat([ids, tokens], 1), torch.cat([mask, torch.ones_like(tokens, dtype=bool)], 1)
     expected = dpo.logprobs_of_tokens(lm, *inputs, 9, 0.7)

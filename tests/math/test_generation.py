@@ -16,7 +16,7 @@ def prompts_to_continue():
     """Five prompts. -> rows, ids, mask, max_new_tokens, uniforms"""
     rows = [random_ids(n, seed=20 + n) for n in (6, 2, 4, 1, 5)]
     ids, mask = left_padded(rows, 6)
-    uniforms = torch.rand(len(rows), T, generator=torch.Generator().manual_seed(4))
+    uniforms = torch.rand(len(rows), T, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
     return rows, ids, mask, torch.tensor([3, 8, 5, 1, 8]), uniforms
 
 
@@ -56,7 +56,7 @@ def test_generate_groups_is_generate_for_each_response(language_model):
     model = language_model("llama")
     _, ids, mask, _, _ = prompts_to_continue()
     k = 3
-    uniforms = torch.rand(5, k, T, generator=torch.Generator().manual_seed(5))
+    uniforms = torch.rand(5, k, T, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     free, _ = rloo.generate_groups(model, ids, mask, uniforms, NO_STOP_TOKEN, 0.7)
     stop_ids = free.view(5, k, T)[[2, 0], [1, 2], [3, 5]]
     tokens, logprobs = rloo.generate_groups(model, ids, mask, uniforms, stop_ids, 0.7)
@@ -75,7 +75,7 @@ def test_generate_under_autocast_sums_in_fp32(language_model):
     """
     model, n = language_model("gpt2"), 4096
     ids = torch.zeros(n, 1, dtype=torch.long)
-    uniforms = (torch.arange(n)[:, None] + 0.5) / n
+    uniforms = (torch.arange(n)[:, None].double() + 0.5) / n
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         tokens, logprobs = ppo.generate(
             model, ids, ids == 0, torch.ones(n).long(), uniforms, NO_STOP_TOKEN, 1.0

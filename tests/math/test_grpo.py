@@ -98,6 +98,7 @@ def update(world, tiny_lm, tmp_path_factory):
             num_generations=K,
             response_length=T,
             learning_rate=0.0,
+            seed=3,
             num_sample_generations=0,
             save_every=0,
         )

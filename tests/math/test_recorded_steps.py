@@ -67,7 +67,7 @@ def generated(how, model, bf16=False, name="rloo_tldr"):
     """Three responses to each prompt: tokens and log-probabilities."""
     ids, mask = left_padded([random_ids(n, seed=20 + n) for n in (6, 2, 4, 1, 5)], 6)
     generator = torch.Generator().manual_seed(4)
-    uniforms = torch.rand(B, 3, T, generator=generator)
+    uniforms = torch.rand(B, 3, T, dtype=torch.float64, generator=generator)
     with rounds(name, how) as script, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
         return script.generate_groups(model, ids, mask, uniforms, STOP_IDS, 0.8)
 

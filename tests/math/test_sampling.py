@@ -1,5 +1,6 @@
 """sample_tokens: it matches the distribution, and never selects a token of probability 0."""
 
+import importlib
 import math
 
 import naive
@@ -15,7 +16,7 @@ ALMOST_ONE_32 = 1 - 2.0**-24  # the largest fp32 below 1
 
 def counts_on_a_grid(probs, n):
     """How often each token is selected for n uniform numbers at equal distances. [V] -> [V]"""
-    uniforms = (torch.arange(n) + 0.5) / n
+    uniforms = (torch.arange(n).double() + 0.5) / n
     tokens = [ppo.sample_tokens(probs.expand(len(part), -1), part) for part in uniforms.split(1024)]
     return torch.bincount(torch.cat(tokens), minlength=len(probs))
 
@@ -33,7 +34,8 @@ def test_sample_tokens_matches_the_distribution(V):
 def test_borders_are_exact():
     """The interval of a token has its lower end and not its upper one. Probabilities need not add up to 1."""
     probs = torch.tensor([0.0, 0.25, 0.0, 0.25, 0.5, 0.0])
-    uniforms = torch.tensor([0.0, 0.25 - 2.0**-26, 0.25, 0.5 - 2.0**-25, 0.5, 0.75, ALMOST_ONE_32])
+    borders = [0.0, 0.25 - 2.0**-50, 0.25, 0.5 - 2.0**-50, 0.5, 0.75, ALMOST_ONE]
+    uniforms = torch.tensor(borders, dtype=torch.float64)
     for scale in (1.0, 0.5, 4.0):
         tokens = ppo.sample_tokens((probs * scale).expand(7, -1), uniforms)
         assert tokens.tolist() == [1, 1, 3, 3, 4, 4, 4]
@@ -53,11 +55,14 @@ def test_sample_tokens_never_selects_probability_0(possible, forbidden):
     assert tokens[-1] == tokens[-2] == max(possible)
 
 
-def test_sample_tokens_finds_rare_tokens_after_a_likely_one():
-    """A token of probability 1 - 2^-12, then 2^14 of 2^-26 each: fp32 sums would miss three in four."""
-    probs = torch.tensor([1 - 2.0**-12] + [2.0**-26] * 2**14)
-    steps = torch.tensor([0, 4, 8, 1000, 4096, 16_380])
-    tokens = ppo.sample_tokens(probs.expand(6, -1), 1 - 2.0**-12 + steps * 2.0**-26)  # exact in fp32
+@pytest.mark.parametrize("script", ["ppo_sentiment", "ppo_minimal"])
+def test_sample_tokens_finds_rare_tokens_after_a_likely_one(script):
+    """A token of probability 1 - 2^-16, then 2^14 of 2^-30 each. fp32 sums would miss almost all of them, and
+    so would fp32 uniforms, which are multiples of 2^-24."""
+    probs = torch.tensor([1 - 2.0**-16] + [2.0**-30] * 2**14)
+    steps = torch.tensor([0, 1, 2, 3, 1000, 16_383])
+    uniforms = 1 - 2.0**-16 + steps.double() * 2.0**-30
+    tokens = importlib.import_module(script).sample_tokens(probs.expand(6, -1), uniforms)
     assert tokens.tolist() == (1 + steps).tolist()
 
 

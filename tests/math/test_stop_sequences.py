@@ -98,7 +98,8 @@ def generation(tiny_lm):
     model = AutoModelForCausalLM.from_pretrained(tiny_lm()).eval()
     tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
     ids, mask = left_padded([random_ids(1 + i % 5, seed=i) for i in range(32)], 5)
-    uniforms = torch.rand(32, 24, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    uniforms = torch.rand(32, 24, dtype=torch.float64, generator=generator)
     is_end = dialog.load_end_criteria(dialog.Args(utterance_end=MARK), tokenizer)
     return SimpleNamespace(model=model, tokenizer=tokenizer, is_end=is_end, inputs=(ids, mask, uniforms))
 
@@ -131,6 +132,6 @@ def test_a_mark_that_the_prompt_began_does_not_end_the_answer(generation, monkey
     spoken = iter([r, e, r])
     monkeypatch.setattr(dialog, "sample_tokens", lambda probs, _: torch.tensor([next(spoken)]))
     ids = torch.tensor([[e, e]])
-    inputs = ids, torch.ones_like(ids, dtype=torch.bool), torch.rand(1, 9)
+    inputs = ids, torch.ones_like(ids, dtype=torch.bool), torch.rand(1, 9, dtype=torch.float64)
     _, _, lengths, stopped = dialog.generate_until(g.model, *inputs, g.is_end, 1.0)
     assert (lengths.item(), stopped.item()) == (3, True)

@@ -235,12 +235,12 @@ def test_the_expected_gradient_of_a_game_of_two_turns(monkeypatch):
     exact = torch.autograd.grad(expected_reward, list(policy.parameters()))
 
     # Estimated: rewards minus the mean of the others in the group, times the log-probabilities.
-    k = 2000
+    k = 1000
     args = script.Args(response_length=room, max_turns=max_turns, local_rollout_forward_batch_size=4 * k)
     args = script.replace(args, num_generations=k)
     examples = [dict(ids=prompt, prompt="", columns=dict(secret=secret)) for secret in (0, 1)]
     estimates = []
-    for seed in range(8):
+    for seed in range(16):
         batch = script.draw_groups(examples, k, args, seed)
 
         def get_scores(trajectories):
@@ -258,7 +258,7 @@ def test_the_expected_gradient_of_a_game_of_two_turns(monkeypatch):
     for name, right, *parts in zip(names, exact, *estimates, strict=True):
         parts = torch.stack(parts)
         error = parts.std(0) / len(parts) ** 0.5
-        tolerance = 5 * error + 1e-4
+        tolerance = 6 * error + 1e-4
         assert ((parts.mean(0) - right).abs() < tolerance).all(), name
         if name != "lm_head.weight":
             assert right.abs().max() > 10 * error.min(), name  # there is something to see

@@ -210,7 +210,7 @@ def test_grpo_with_a_penalty(learn):
     sigma is the deviation of the reward under pi itself. So the goal is that of k3 with the coefficient
     beta sigma, where sigma is that of the goal.
     """
-    policy, reference = learn("grpo_math", 1, kl_coef=BETA)
+    policy, reference = learn("grpo_math", 1, kl_coef=BETA, seed=4)
     rewards = reward_table(1)
     goal = reference
     for _ in range(200):

@@ -229,7 +229,8 @@ def test_the_evaluation_by_hand(script, small, tiny_lm, tmp_path, judge):
     metrics, columns = script.evaluate_samples(policy, posts, tokenizer, args, accelerator, reference)
     kls, wins, scores = [], [], []
     eos = tokenizer.eos_token_id
-    uniforms = torch.rand(len(posts), 9, generator=script.generator_for(args.seed, "tokens", "held-out"))
+    generator = script.generator_for(args.seed, "tokens", "held-out")
+    uniforms = torch.rand(len(posts), 9, dtype=torch.float64, generator=generator)
     for i, post in enumerate(posts):
         ids, kl, tokens = list(post["ids"]), 0.0, []
         for t in range(9):
@@ -238,7 +239,7 @@ def test_the_evaluation_by_hand(script, small, tiny_lm, tmp_path, judge):
                 with torch.no_grad():
                     logits = lm(torch.tensor([ids])).logits[0, -1].double()
                 logps.append((logits / 0.8).log_softmax(-1))
-            token = torch.searchsorted(logps[0].exp().cumsum(0), uniforms[i, t].double()).item()
+            token = torch.searchsorted(logps[0].exp().cumsum(0), uniforms[i, t]).item()
             kl += (logps[0][token] - logps[1][token]).item()
             ids.append(token)
             tokens.append(token)

@@ -60,7 +60,7 @@ FLAGS = dict(  # of the run that most tests look at; 20 episodes are rounded up 
     max_grad_norm=None,
     num_eval_prompts=6,
     num_sample_generations=2,
-    seed=1,
+    seed=3,
 )
 CALLS = """import json
 {score}

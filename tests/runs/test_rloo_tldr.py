@@ -44,7 +44,9 @@ def test_the_model_reads_each_prompt_once(script, tiny_lm, monkeypatch):
     ids = torch.randint(3, 1000, (2, 5), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids, dtype=torch.bool)
     calls = spy(monkeypatch, script, "hidden_states")
-    script.generate_groups(model, ids, mask, torch.rand(2, 3, 6), torch.tensor([], dtype=torch.long), 1.0)
+    script.generate_groups(
+        model, ids, mask, torch.rand(2, 3, 6, dtype=torch.float64), torch.tensor([], dtype=torch.long), 1.0
+    )
     assert [tuple(args[1].shape) for args, _ in calls] == [(2, 5)] + [(6, 1)] * 5
 
 
