@@ -44,7 +44,7 @@ The loss is the same, but without --eval-dataset-name, the samples of the policy
     python dpo_tldr.py --resume RUN_FOLDER         # continue a stopped run; on a CPU, bit for bit
     python rloo_tldr.py judge --model-name-or-path RUN/model --judge-model JUDGE    # ask another judge
 
-Part I is the algorithm, from the training loop down to the math. Part II is infrastructure: models, data,
+Part I is the algorithm: flags, math, loop, data, model. Part II is infrastructure: models, data,
 processes, run folder, flags. Papers: Direct Preference Optimization (Rafailov et al. 2023), Learning to
 Summarize from Human Feedback (Stiennon et al. 2020).
 Results, metrics, which lines to change for IPO, SimPO and others: docs/dpo_tldr.md.
@@ -218,7 +218,7 @@ RECIPES = {
 }
 
 
-# ---- Training ----------------------------------------------------------------------------------------------
+# ---- Math: pure functions of tensors -----------------------------------------------------------------------
 #
 # Shapes: B pairs per update, n in a micro-batch, N in the whole data set. C positions of the prompt, T of the
 # response, V tokens in the vocabulary, H hidden units. A micro-batch has 2n rows, because the two responses
@@ -232,6 +232,69 @@ RECIPES = {
 #
 # In train, B counts the pairs of an update. In the functions below, it is the number of rows of a tensor: two
 # for each pair, or one for each post. T is the longest response or, for samples, --response-length.
+
+
+def length_mask(lengths, max_length):
+    """True on the first `lengths` positions of each row. [B] -> bool [B, max_length]"""
+    return torch.arange(max_length, device=lengths.device) < lengths[:, None]
+
+
+def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta, label_smoothing=0.0):
+    """-log P(the chosen response is preferred), by the scores that the policy implies. [N] each -> [N]
+
+    The arguments are log-probabilities of whole responses, under the policy and under the reference. The
+    score of a response is beta * log(policy / reference), up to a term that depends only on the prompt, which
+    is the same for both (Rafailov et al. 2023, eq. 7). label_smoothing: each label is assumed to be wrong
+    with this probability (conservative DPO, Mitchell 2023).
+    """
+    chosen_scores = beta * (chosen - ref_chosen)
+    rejected_scores = beta * (rejected - ref_rejected)
+    difference = chosen_scores - rejected_scores
+    loss_if_right, loss_if_wrong = -F.logsigmoid(difference), -F.logsigmoid(-difference)
+    return (1 - label_smoothing) * loss_if_right + label_smoothing * loss_if_wrong
+
+
+def pair_metrics(logprobs, ref_logprobs, beta):
+    """Metrics of TRL's DPOTrainer, of each pair. [N, 2], [N, 2]: chosen, rejected -> dict of [N]
+
+    A reward is the score that the policy implies: see dpo_loss.
+    """
+    chosen, rejected = logprobs.unbind(1)
+    chosen_reward, rejected_reward = (beta * (logprobs - ref_logprobs)).unbind(1)
+    return {
+        "rewards/chosen": chosen_reward,
+        "rewards/rejected": rejected_reward,
+        "rewards/accuracies": (chosen_reward > rejected_reward).float(),
+        "rewards/margins": chosen_reward - rejected_reward,
+        "logps/chosen": chosen,
+        "logps/rejected": rejected,
+    }
+
+
+def pair_means(logprobs, ref_logprobs, beta):
+    """The means of pair_metrics over all pairs. [N, 2], [N, 2]: chosen, rejected -> dict of floats"""
+    return {name: x.mean().item() for name, x in pair_metrics(logprobs, ref_logprobs, beta).items()}
+
+
+def learning_rate(args, update, updates):
+    """The learning rate in update 1, 2, ..., updates. -> float
+
+    It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls towards 0: along
+    a line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
+    """
+    warmup = math.ceil(args.warmup_ratio * updates)
+    if update <= warmup:
+        return args.learning_rate * update / warmup
+    progress = (update - 1 - warmup) / (updates - warmup)  # from 0 to less than 1
+    factors = {
+        "constant": 1.0,
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+    }
+    return args.learning_rate * factors[args.lr_scheduler_type]
+
+
+# ---- Training ----------------------------------------------------------------------------------------------
 
 
 def train(args):
@@ -260,7 +323,7 @@ def train(args):
     run = Run(args, accelerator, updates, status)
 
     policy = load_lm(args).to(device)
-    check_lm(policy, train_pairs + held_out_pairs, posts, args)
+    check_model(policy, train_pairs + held_out_pairs, posts, args)
     check_ends(policy, tokenizer, posts)
     # Three names for the same weights. `policy`, the Hugging Face model, writes samples and is saved. `model`
     # has the forward pass of the update. `learner` is what the optimizer trains: model itself, DDP around it
@@ -374,7 +437,7 @@ def train(args):
     after = evaluate()
     if accelerator.is_main_process:
         save_policy(policy, tokenizer, run.folder / "model")
-        report_samples(run, before, after, len(held_out_pairs))
+        report_evaluation(run, before, after, len(held_out_pairs))
     run.finish()
     return model, run.folder
 
@@ -403,12 +466,12 @@ def evaluate_samples(policy, posts, tokenizer, args, accelerator, ref_model):
             # Only the left-padded prompts [n, C], without the reference summaries after them.
             ids, mask, summary_length = collate_pairs(chunk, device)
             ids, mask = ids[:, :-summary_length], mask[:, :-summary_length]
-            tokens, logprobs = sample_texts(policy, ids, mask, uniforms[places], args.temperature)  # [n, T]
+            tokens, logprobs = generate(policy, ids, mask, uniforms[places], args.temperature)  # [n, T]
             lengths = response_lengths(tokens, stop_ids)  # [n]
             valid = length_mask(lengths, T)
             ids = torch.cat([ids, tokens], 1)
             mask = torch.cat([mask, valid], 1)
-            ref_logprobs = logprobs_of_reference(ref_model, policy, ids, mask, T, args.temperature)
+            ref_logprobs = reference_logprobs(ref_model, policy, ids, mask, T, args.temperature)
             # The texts, without the tokens that end them.
             prompt_tokens = [post["ids"] for post in chunk]
             is_text = ~torch.isin(tokens, stop_ids)
@@ -472,18 +535,32 @@ def distinct_bigrams(texts):
 # ---- Pairs -------------------------------------------------------------------------------------------------
 
 
-def generator_for(seed, *purpose):
-    """A random generator for one purpose, such as (seed, "tokens", update), independent of all others."""
-    # random.Random hashes a str with SHA-512, which is the same in every process; hash() is not.
-    return torch.Generator().manual_seed(random.Random(repr((seed, *purpose))).getrandbits(63))
-
-
 def stream_rows(num_rows, start, count, seed):
     """Row numbers start ... start + count - 1 of an endless stream of shuffled passes. -> [count]"""
     first, last = start // num_rows, (start + count - 1) // num_rows
     generators = [generator_for(seed, "pass", number) for number in range(first, last + 1)]
     rows = torch.cat([torch.randperm(num_rows, generator=generator) for generator in generators])
     return rows[start - first * num_rows :][:count]
+
+
+def generator_for(seed, *purpose):
+    """A random generator for one purpose, such as (seed, "tokens", update), independent of all others."""
+    # random.Random hashes a str with SHA-512, which is the same in every process; hash() is not.
+    return torch.Generator().manual_seed(random.Random(repr((seed, *purpose))).getrandbits(63))
+
+
+def collate_pairs(pairs, device):
+    """Pairs (or posts) as one batch, in which the responses to a prompt are neighbors, the chosen one first.
+
+    -> ids, bool mask [2n (or n), C + T]; T, the length of the longest response
+    """
+    prompts = [torch.tensor(pair["ids"]) for pair in pairs for _ in pair["responses"]]
+    responses = [torch.tensor(ids) for pair in pairs for ids in pair["responses"]]
+    pad = partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_value=-1)
+    prompts = pad(prompts, padding_side="left")  # [.., C]
+    responses = pad(responses)  # [.., T]
+    ids = torch.cat([prompts, responses], 1).to(device)
+    return ids.clamp(min=0), ids >= 0, responses.shape[1]
 
 
 @torch.no_grad()
@@ -504,25 +581,11 @@ def text_length(pair):
     return len(pair["ids"]) + max(len(ids) for ids in pair["responses"])
 
 
-def collate_pairs(pairs, device):
-    """Pairs (or posts) as one batch, in which the responses to a prompt are neighbors, the chosen one first.
-
-    -> ids, bool mask [2n (or n), C + T]; T, the length of the longest response
-    """
-    prompts = [torch.tensor(pair["ids"]) for pair in pairs for _ in pair["responses"]]
-    responses = [torch.tensor(ids) for pair in pairs for ids in pair["responses"]]
-    pad = partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_value=-1)
-    prompts = pad(prompts, padding_side="left")  # [.., C]
-    responses = pad(responses)  # [.., T]
-    ids = torch.cat([prompts, responses], 1).to(device)
-    return ids.clamp(min=0), ids >= 0, responses.shape[1]
-
-
 # ---- Samples -----------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def sample_texts(policy, ids, mask, uniforms, temperature):
+def generate(policy, ids, mask, uniforms, temperature):
     """Sample T tokens after each prompt, whether or not a stop token is among them. No top-k, no top-p.
 
     Left-padded ids, mask [B, C]; uniforms [B, T], one random number per token
@@ -551,6 +614,32 @@ def sample_next(head, hidden, uniforms, temperature):
     return token, probs.gather(1, token[:, None]).squeeze(1).log()
 
 
+def sample_tokens(probs, uniforms):
+    """Sample one token per row by inverting the cumulative distribution. fp32 [B, V], [B] in [0, 1) -> [B]
+
+    Unlike torch.multinomial, each token depends only on its own row and its own uniform number. So for the
+    same probabilities, the samples are the same no matter how a batch is split. Uniforms and sums are in
+    fp64. In fp32, uniforms would be multiples of 2^-24, which miss most tokens with probabilities below 6e-8,
+    and sums would lose small probabilities.
+    """
+    ends = probs.cumsum(1, dtype=torch.float64)  # [B, V]
+    target = uniforms[:, None] * ends[:, -1:]  # [B, 1]
+    # right=True never selects what has probability 0. With NaN, the index is past the end, hence the clamp.
+    # (Then the loss is NaN too, and the run ends with an error message.)
+    token = torch.searchsorted(ends, target, right=True).squeeze(1)
+    return token.clamp(max=probs.shape[1] - 1)
+
+
+def response_lengths(tokens, stop_token_id):
+    """Number of tokens up to and including the first stop token; T if there is none. [B, T] -> [B]
+
+    stop_token_id: one id, or a tensor of several
+    """
+    T = tokens.shape[1]
+    position = torch.arange(1, T + 1, device=tokens.device)  # [T]
+    return torch.where(torch.isin(tokens, stop_token_id), position, T).amin(1)
+
+
 # ---- Policy and reference ----------------------------------------------------------------------------------
 
 
@@ -566,21 +655,21 @@ class PairPolicy(nn.Module):
 
         ids [B, C + T], bool mask [B, C + T] -> fp32 [B, T], 0 after the end of a response
         """
-        return logprobs_of_tokens(self.policy, ids, mask, T)
+        return response_logprobs(self.policy, ids, mask, T)
 
 
-def logprobs_of_reference(ref_model, policy, *inputs):
+def reference_logprobs(ref_model, policy, *inputs):
     """Log-probabilities under the reference or, if ref_model is None, the policy without its LoRA adapter.
 
-    inputs: those of logprobs_of_tokens -> fp32 [B, T]
+    inputs: those of response_logprobs -> fp32 [B, T]
     """
     if ref_model is not None:
-        return logprobs_of_tokens(ref_model, *inputs)
+        return response_logprobs(ref_model, *inputs)
     with policy.disable_adapter():
-        return logprobs_of_tokens(policy, *inputs)
+        return response_logprobs(policy, *inputs)
 
 
-def logprobs_of_tokens(lm, ids, mask, T, temperature=1.0):
+def response_logprobs(lm, ids, mask, T, temperature=1.0):
     """log softmax(logits / temperature) at the last T tokens of each row, 0 after the end of a response.
 
     ids [B, C + T], bool mask [B, C + T] -> fp32 [B, T]. The logits may need more memory than the model, so
@@ -659,95 +748,6 @@ def token_logits(hidden, weight, temperature=1.0, bias=None):
     with torch.autocast(hidden.device.type, enabled=False):
         hidden = hidden.float() / temperature  # [N, H]; dividing the logits [N, V] would take longer
         return F.linear(hidden, weight.float(), None if bias is None else bias / temperature)
-
-
-# ---- Math: pure functions of tensors -----------------------------------------------------------------------
-
-
-def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta, label_smoothing=0.0):
-    """-log P(the chosen response is preferred), by the scores that the policy implies. [N] each -> [N]
-
-    The arguments are log-probabilities of whole responses, under the policy and under the reference. The
-    score of a response is beta * log(policy / reference), up to a term that depends only on the prompt, which
-    is the same for both (Rafailov et al. 2023, eq. 7). label_smoothing: each label is assumed to be wrong
-    with this probability (conservative DPO, Mitchell 2023).
-    """
-    chosen_scores = beta * (chosen - ref_chosen)
-    rejected_scores = beta * (rejected - ref_rejected)
-    difference = chosen_scores - rejected_scores
-    loss_if_right, loss_if_wrong = -F.logsigmoid(difference), -F.logsigmoid(-difference)
-    return (1 - label_smoothing) * loss_if_right + label_smoothing * loss_if_wrong
-
-
-def pair_metrics(logprobs, ref_logprobs, beta):
-    """Metrics of TRL's DPOTrainer, of each pair. [N, 2], [N, 2]: chosen, rejected -> dict of [N]
-
-    A reward is the score that the policy implies: see dpo_loss.
-    """
-    chosen, rejected = logprobs.unbind(1)
-    chosen_reward, rejected_reward = (beta * (logprobs - ref_logprobs)).unbind(1)
-    return {
-        "rewards/chosen": chosen_reward,
-        "rewards/rejected": rejected_reward,
-        "rewards/accuracies": (chosen_reward > rejected_reward).float(),
-        "rewards/margins": chosen_reward - rejected_reward,
-        "logps/chosen": chosen,
-        "logps/rejected": rejected,
-    }
-
-
-def pair_means(logprobs, ref_logprobs, beta):
-    """The means of pair_metrics over all pairs. [N, 2], [N, 2]: chosen, rejected -> dict of floats"""
-    return {name: x.mean().item() for name, x in pair_metrics(logprobs, ref_logprobs, beta).items()}
-
-
-def sample_tokens(probs, uniforms):
-    """Sample one token per row by inverting the cumulative distribution. fp32 [B, V], [B] in [0, 1) -> [B]
-
-    Unlike torch.multinomial, each token depends only on its own row and its own uniform number. So for the
-    same probabilities, the samples are the same no matter how a batch is split. Uniforms and sums are in
-    fp64. In fp32, uniforms would be multiples of 2^-24, which miss most tokens with probabilities below 6e-8,
-    and sums would lose small probabilities.
-    """
-    ends = probs.cumsum(1, dtype=torch.float64)  # [B, V]
-    target = uniforms[:, None] * ends[:, -1:]  # [B, 1]
-    # right=True never selects what has probability 0. With NaN, the index is past the end, hence the clamp.
-    # (Then the loss is NaN too, and the run ends with an error message.)
-    token = torch.searchsorted(ends, target, right=True).squeeze(1)
-    return token.clamp(max=probs.shape[1] - 1)
-
-
-def response_lengths(tokens, stop_token_id):
-    """Number of tokens up to and including the first stop token; T if there is none. [B, T] -> [B]
-
-    stop_token_id: one id, or a tensor of several
-    """
-    T = tokens.shape[1]
-    position = torch.arange(1, T + 1, device=tokens.device)  # [T]
-    return torch.where(torch.isin(tokens, stop_token_id), position, T).amin(1)
-
-
-def length_mask(lengths, max_length):
-    """True on the first `lengths` positions of each row. [B] -> bool [B, max_length]"""
-    return torch.arange(max_length, device=lengths.device) < lengths[:, None]
-
-
-def learning_rate(args, update, updates):
-    """The learning rate in update 1, 2, ..., updates. -> float
-
-    It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls towards 0: along
-    a line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
-    """
-    warmup = math.ceil(args.warmup_ratio * updates)
-    if update <= warmup:
-        return args.learning_rate * update / warmup
-    progress = (update - 1 - warmup) / (updates - warmup)  # from 0 to less than 1
-    factors = {
-        "constant": 1.0,
-        "linear": 1.0 - progress,
-        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
-    }
-    return args.learning_rate * factors[args.lr_scheduler_type]
 
 
 # ============================================================================================================
@@ -884,18 +884,8 @@ def load_lm(args):
     return lm
 
 
-def eight_bit(args):
-    """What from_pretrained needs for --load-in-8bit."""
-    if not args.load_in_8bit:
-        return {}
-    # Threshold 0: each token is rounded alone. With 6, the default, some columns are kept in 16 bits, and
-    # which ones depends on the batch, and so would the log-probabilities.
-    config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
-    return dict(quantization_config=config)
-
-
 @torch.no_grad()
-def check_lm(lm, pairs, posts, args):
+def check_model(lm, pairs, posts, args):
     """Refuse a model whose own log-probabilities of responses differ from ours.
 
     It checks the longest pair, which exposes a sliding window, together with the shortest one, which then
@@ -909,7 +899,7 @@ def check_lm(lm, pairs, posts, args):
             "or --response-length"
         )
     ids, mask, T = collate_pairs([pairs[0], pairs[-1]], lm.device)
-    ours = logprobs_of_tokens(lm.train(), ids, mask, T)
+    ours = response_logprobs(lm.train(), ids, mask, T)
     compare_logprobs(lm, args.model_name_or_path, ids, mask, mask[:, -T:].sum(1), ours)
 
 
@@ -982,20 +972,14 @@ def add_lora(model, args):
     return model
 
 
-def end_tokens(lm, tokenizer):
-    """The ids of the tokens that end a response. -> [any number]
-
-    They are the tokenizer's EOS, those of the model's generation_config, and what ends an answer in the chat
-    template: the first special token after it. (A base model may have another EOS than its template.)
-    """
-    eos = lm.generation_config.eos_token_id  # an id, a list of ids, or None
-    ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
-    if tokenizer.chat_template is not None:
-        chat = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}]
-        _, _, end = tokenizer.apply_chat_template(chat, tokenize=False).partition("ANSWER")
-        special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        ids |= {*[i for i in tokenizer(end, add_special_tokens=False).input_ids if i in special][:1]}
-    return torch.tensor(sorted(ids))
+def eight_bit(args):
+    """What from_pretrained needs for --load-in-8bit."""
+    if not args.load_in_8bit:
+        return {}
+    # Threshold 0: each token is rounded alone. With 6, the default, some columns are kept in 16 bits, and
+    # which ones depends on the batch, and so would the log-probabilities.
+    config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+    return dict(quantization_config=config)
 
 
 def save_policy(policy, tokenizer, folder):
@@ -1008,6 +992,55 @@ def save_policy(policy, tokenizer, folder):
 
 
 # ---- Data ------------------------------------------------------------------------------------------------
+
+
+def load_functions(names):
+    """Import functions that are named FILE.py:function. -> dict: name -> function"""
+    functions = {}
+    for name in names:
+        path, _, function = name.rpartition(":")
+        if not path:
+            raise UserError(f"{name}: name a reward function as FILE.py:function")
+        path = Path(resolve_path(path)).absolute()
+        sys.path.insert(0, str(path.parent))  # so that the file can import its neighbors
+        module = importlib.import_module(path.stem)
+        if Path(module.__file__) != path or function in functions:
+            raise UserError(f"{name}: there is another module {path.stem}, or another function {function}")
+        functions[function] = getattr(module, function)
+    return functions
+
+
+def with_eos(ids, tokenizer):
+    """Token ids with EOS at the end, unless the text already ends in one."""
+    return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
+
+
+def load_eval_posts(pairs, tokenizer, args):
+    """What the policy responds to: held-out rows of --eval-dataset-name, or else the held-out pairs.
+
+    -> list of dict(ids: tokens of the prompt, responses: a list with those of the reference)
+    """
+    if args.eval_dataset_name is None:
+        return [pair | {"responses": pair["responses"][:1]} for pair in pairs]
+    _, rows = load_splits(args.eval_dataset_name)
+    texts = []
+    for row in rows:
+        if row["prompt"]:
+            responses = [row["completion"]]
+            texts.append((row, find_prompt(row, responses, args.eval_dataset_name), responses))
+    refuse_repeated_prompts(texts, args.eval_dataset_name)
+    posts = [tokenize_pair(tokenizer, prompt, responses) for _, prompt, responses in texts]
+    posts = [post for post in posts if text_length(post) <= args.max_length]
+    limit = f"with a prompt and at most {args.max_length} tokens"
+    accelerate.PartialState().print(f"{args.eval_dataset_name}: {len(posts)} of {len(rows)} rows, {limit}")
+    if not posts:
+        raise UserError(f"--eval-dataset-name {args.eval_dataset_name}: it has no row {limit}")
+    return posts
+
+
+def choose_rows(rows, count, seed):
+    """`count` of the rows, or all if there are fewer, in random order."""
+    return [rows[i] for i in stream_rows(len(rows), 0, min(count, len(rows)), seed)]
 
 
 def load_splits(name):
@@ -1207,39 +1240,6 @@ def tokenize_pair(tokenizer, prompt, responses):
     return dict(ids=texts[0][:length], responses=[ids[length:] for ids in texts])
 
 
-def with_eos(ids, tokenizer):
-    """Token ids with EOS at the end, unless the text already ends in one."""
-    return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
-
-
-def load_eval_posts(pairs, tokenizer, args):
-    """What the policy responds to: held-out rows of --eval-dataset-name, or else the held-out pairs.
-
-    -> list of dict(ids: tokens of the prompt, responses: a list with those of the reference)
-    """
-    if args.eval_dataset_name is None:
-        return [pair | {"responses": pair["responses"][:1]} for pair in pairs]
-    _, rows = load_splits(args.eval_dataset_name)
-    texts = []
-    for row in rows:
-        if row["prompt"]:
-            responses = [row["completion"]]
-            texts.append((row, find_prompt(row, responses, args.eval_dataset_name), responses))
-    refuse_repeated_prompts(texts, args.eval_dataset_name)
-    posts = [tokenize_pair(tokenizer, prompt, responses) for _, prompt, responses in texts]
-    posts = [post for post in posts if text_length(post) <= args.max_length]
-    limit = f"with a prompt and at most {args.max_length} tokens"
-    accelerate.PartialState().print(f"{args.eval_dataset_name}: {len(posts)} of {len(rows)} rows, {limit}")
-    if not posts:
-        raise UserError(f"--eval-dataset-name {args.eval_dataset_name}: it has no row {limit}")
-    return posts
-
-
-def choose_rows(rows, count, seed):
-    """`count` of the rows, or all if there are fewer, in random order."""
-    return [rows[i] for i in stream_rows(len(rows), 0, min(count, len(rows)), seed)]
-
-
 def tokenize_prompt(tokenizer, prompt):
     """The token ids of a prompt, which is a text or a list of messages. -> list"""
     if not is_chat(prompt):
@@ -1314,25 +1314,25 @@ def list_tokens(ids, mask):
     return [row[m].tolist() for row, m in zip(ids.cpu(), mask.cpu())]
 
 
-def load_functions(names):
-    """Import functions that are named FILE.py:function. -> dict: name -> function"""
-    functions = {}
-    for name in names:
-        path, _, function = name.rpartition(":")
-        if not path:
-            raise UserError(f"{name}: name a reward function as FILE.py:function")
-        path = Path(resolve_path(path)).absolute()
-        sys.path.insert(0, str(path.parent))  # so that the file can import its neighbors
-        module = importlib.import_module(path.stem)
-        if Path(module.__file__) != path or function in functions:
-            raise UserError(f"{name}: there is another module {path.stem}, or another function {function}")
-        functions[function] = getattr(module, function)
-    return functions
-
-
 def set_global_seed(seed, *purpose):
     """Seed the global generators of python, numpy and torch for one purpose."""
     transformers.set_seed(generator_for(seed, *purpose).initial_seed() % 2**32)
+
+
+def end_tokens(lm, tokenizer):
+    """The ids of the tokens that end a response. -> [any number]
+
+    They are the tokenizer's EOS, those of the model's generation_config, and what ends an answer in the chat
+    template: the first special token after it. (A base model may have another EOS than its template.)
+    """
+    eos = lm.generation_config.eos_token_id  # an id, a list of ids, or None
+    ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
+    if tokenizer.chat_template is not None:
+        chat = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}]
+        _, _, end = tokenizer.apply_chat_template(chat, tokenize=False).partition("ANSWER")
+        special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        ids |= {*[i for i in tokenizer(end, add_special_tokens=False).input_ids if i in special][:1]}
+    return torch.tensor(sorted(ids))
 
 
 # ---- Processes and optimizer -------------------------------------------------------------------------------
@@ -1665,7 +1665,7 @@ def rows_of(columns):
     return [dict(zip(columns, row)) for row in zip(*columns.values())]
 
 
-def report_samples(run, before, after, num_pairs):
+def report_evaluation(run, before, after, num_pairs):
     """The final tables, evaluation.json and evaluation_samples.jsonl. before, after: see evaluate in train"""
     metrics_before, old, pairs_before = before
     metrics_after, new, pairs_after = after
@@ -1741,6 +1741,7 @@ MAY_CHANGE = (
     *("total_episodes", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("local_rollout_forward_batch_size", "gradient_checkpointing"),
 )
+
 
 # Flags of all scripts with which a recipe describes its own data.
 DESCRIBE_DATA = (

@@ -113,6 +113,8 @@ def by_element(function):
         tensors = [x for x in inputs if torch.is_tensor(x)]
         others = [x for x in inputs if not torch.is_tensor(x)]
         flat = [function(*numbers, *others) for numbers in zip(*[x.flatten().tolist() for x in tensors])]
+        if isinstance(flat[0], tuple):  # the formula has several results
+            return tuple(torch.tensor(x).view(tensors[0].shape).tolist() for x in zip(*flat))
         return torch.tensor(flat).view(tensors[0].shape).tolist()
 
     return formula
@@ -257,8 +259,8 @@ EXERCISES = {
                 "return torch.max(unclipped, clipped)",
                 "return -torch.max(unclipped, clipped)",
             ),
-            ("nothing is clipped", "return torch.max(unclipped, clipped)", "return unclipped"),
-            ("only the clipped one is used", "return torch.max(unclipped, clipped)", "return clipped"),
+            ("nothing is clipped", "torch.max(unclipped, clipped)", "unclipped"),
+            ("only the clipped one is used", "torch.max(unclipped, clipped)", "clipped"),
             (
                 "the logarithm of the ratio is used",
                 "ratio = torch.exp(log_ratio.clamp(max=40))",
@@ -266,7 +268,8 @@ EXERCISES = {
             ),
         ],
         "ratio = exp(logprob - old_logprob). The loss is the larger of -advantage * ratio and\n"
-        "-advantage * (ratio clipped to 1 +- cliprange).",
+        "-advantage * (ratio clipped to 1 +- cliprange). Return the loss, the ratio, and True where the\n"
+        "second is larger.",
     ),
     "rloo_advantages": Exercise(
         "rloo_tldr",

@@ -8,9 +8,9 @@ grpo_math.py, this is what changes:
    `sampled` [B, T] marks the first kind. Loss, entropy, KL and every mean over tokens count only these. But
    attention reads all of them: if a tool's result were hidden from the model, the update would train another
    policy than the one that acted. All sampled tokens of a trajectory share its advantage.
-2. The loop over turns (`rollout`). Tokens are never tokenized a second time: a row is the prompt, the sampled
-   tokens, the tokens of the tool's message, the next sampled tokens, and so on. If a turn were decoded and
-   its text tokenized again, the tokens might not be those that were sampled.
+2. The loop over turns (`write_trajectories`). Tokens are never tokenized a second time: a row is the prompt,
+   the sampled tokens, the tokens of the tool's message, the next sampled tokens, and so on. If a turn were
+   decoded and its text tokenized again, the tokens might not be those that were sampled.
 3. Tools and environments. A tool is a function with type hints and a docstring (--tools). An environment is
    an object that each trajectory has for itself (--environment): its public methods are tools, and it may
    keep a state. If a call fails, the policy reads "error: ..." as its result, and can learn from it.
@@ -26,7 +26,7 @@ grpo_math.py, this is what changes:
     accelerate launch grpo_tools.py gsm8k-tools-qwen-0.5b    # on N GPUs, with N times the batch
     python grpo_tools.py --resume RUN_FOLDER         # continue a stopped run; on a CPU, bit for bit
 
-Part I is the algorithm, from the training loop down to the math. Part II is infrastructure: models, rewards,
+Part I is the algorithm: flags, math, loop, rollout, model. Part II is infrastructure: models, rewards,
 data, processes, run folder, flags. Papers: DeepSeekMath (GRPO, Shao et al. 2024), DAPO (Yu et al. 2025),
 ReTool (Feng et al. 2025), Search-R1 (masks of what a tool wrote, Jin et al. 2025), Toolformer (Schick et al.
 2023). Results, metrics, which lines to change for what: docs/grpo_tools.md.
@@ -224,7 +224,7 @@ RECIPES = {
 }
 
 
-# ---- Training ----------------------------------------------------------------------------------------------
+# ---- Math: pure functions of tensors -----------------------------------------------------------------------
 #
 # Shapes: P tasks with k trajectories each make B = P * k rows; n rows in a micro-batch, C positions of the
 # prompt, T positions of the trajectory, V tokens in the vocabulary, H hidden units. The k trajectories of a
@@ -237,6 +237,78 @@ RECIPES = {
 # The hidden state of each token predicts the next one: "asst", which the chat template writes, predicts "72".
 #
 # Size letters are local to a function: train passes t to learner(...), whose parameter is called T.
+
+
+def length_mask(lengths, max_length):
+    """True on the first `lengths` positions of each row. [B] -> bool [B, max_length]"""
+    return torch.arange(max_length, device=lengths.device) < lengths[:, None]
+
+
+def kl_per_token(logprobs, ref_logprobs, estimator):
+    """Estimates of KL(policy || reference) from samples of the policy, in nats, any shape (Schulman 2020).
+
+    As a metric: k1 and k3 are unbiased, k2 is not. k2 and k3 are never negative.
+    In a reward, through which no gradient flows: only k1 leads to the gradient of KL(policy || reference).
+    In a loss: the expected gradient per token, given the tokens before it, for samples of the policy, is
+        k1  0, because the mean of grad log p(token) is 0 under p
+        k2  the gradient of KL(policy || reference)
+        k3  the gradient of KL(reference || policy)
+    """
+    log_ratio = logprobs - ref_logprobs
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k2":
+        return 0.5 * log_ratio**2
+    return torch.expm1(-log_ratio) + log_ratio  # k3
+
+
+def grpo_advantages(rewards, k):
+    """(Reward - mean of its group) / (standard deviation of its group + 1e-4). [P * k] -> [P * k]
+
+    DeepSeekMath, section 4.1.2. The k rewards of a group are neighbors. The deviation has k - 1 in its
+    denominator, and 1e-4 avoids 0 / 0; both as in TRL.
+
+    The division gives more weight to tasks that are nearly always or nearly never solved. Dr. GRPO leaves it
+    out for that reason.
+    """
+    groups = rewards.float().view(-1, k)  # [P, k]
+    groups = groups - groups[:, :1]  # so that groups with equal rewards get exactly 0, without rounding
+    mean, std = groups.mean(1, keepdim=True), groups.std(1, correction=1, keepdim=True)  # [P, 1]
+    return ((groups - mean) / (std + 1e-4)).flatten()
+
+
+def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
+    """PPO's clipped objective, negated (Schulman et al. 2017, eq. 7).
+
+    Any shape -> the loss, not reduced; the ratio; bool: clipping raised the loss. All of the same shape
+    """
+    assert logprobs.shape == old_logprobs.shape == advantages.shape  # [n] and [n, 1] would give [n, n]
+    log_ratio = logprobs - old_logprobs
+    ratio = torch.exp(log_ratio.clamp(max=40))  # inf times an advantage or gradient of 0 is nan
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
+    return torch.max(unclipped, clipped), ratio, clipped > unclipped
+
+
+def learning_rate(args, update, updates):
+    """The learning rate in update 1, 2, ..., updates. -> float
+
+    It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls towards 0: along
+    a line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
+    """
+    warmup = math.ceil(args.warmup_ratio * updates)
+    if update <= warmup:
+        return args.learning_rate * update / warmup
+    progress = (update - 1 - warmup) / (updates - warmup)  # from 0 to less than 1
+    factors = {
+        "constant": 1.0,
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+    }
+    return args.learning_rate * factors[args.lr_scheduler_type]
+
+
+# ---- Training ----------------------------------------------------------------------------------------------
 
 
 def train(args):
@@ -259,19 +331,19 @@ def train(args):
     tokenizer = load_tokenizer(args.model_name_or_path)
     set_template_options(tokenizer, args)
     refuse_appended_eos(tokenizer, args.model_name_or_path)
-    reward_functions = load_rewards(args)  # early, so that a typo shows before a model is loaded
+    reward_functions = load_reward(args)  # early, so that a typo shows before a model is loaded
     # make_tools() -> the tools of a new trajectory, a dict: name -> function; and its environment, or None
     make_tools, schemas = load_tools(args)
     # The chat template writes the tools' names and arguments into every prompt.
     tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, tools=schemas)
-    train_tasks, held_out, counts = load_all_tasks(args, tokenizer)
+    train_tasks, held_out, counts = load_prompts(args, tokenizer)
     policy, ref_model = load_policy(args, args.model_name_or_path, device), None
     has_kl = args.kl_coef != 0
     if has_kl:
         ref_model = load_reference(args, policy, args.model_name_or_path, device)
     elif args.load_in_8bit and not args.lora_r:
         raise UserError("--load-in-8bit: without LoRA and a reference, no weights are frozen")
-    check_group_model(policy, args.model_name_or_path, args.max_prompt_length + T)
+    check_model(policy, args.model_name_or_path, args.max_prompt_length + T)
     # Three names for the same weights. `policy`, the Hugging Face model, generates. `model` wraps it: its
     # forward pass gives log-probabilities. `learner` is what the optimizer trains: `model` itself, DDP around
     # it or, with FSDP2 and ZeRO-3, a sharded copy. copy_weights copies that back after each update.
@@ -299,10 +371,10 @@ def train(args):
     # The random numbers of an evaluation depend only on the seed, so they are the same before and after
     # training. In a resumed run too, `before` measures the initial policy, because run.start loads a
     # checkpoint only below.
-    # respond(batch, args) -> b, responses. It is sample_trajectories: turns, tools, get_scores.
-    respond = partial(sample_trajectories, policy, tokenizer, turn_format, make_tools, stop_ids, get_scores)
+    # respond(batch, args) -> b, responses. It is sample_responses: turns, tools, get_scores.
+    respond = partial(sample_responses, policy, tokenizer, turn_format, make_tools, stop_ids, get_scores)
     with autocast:
-        before = evaluate_all(respond, held_out, args, accelerator)
+        before = evaluate(respond, held_out, args, accelerator)
 
     learner, optimizer = make_learner(model, args, accelerator)
     state = run.start(B)  # update 0 in a new run
@@ -320,9 +392,9 @@ def train(args):
         set_global_seed(args.seed, update, accelerator.process_index)
         # The next P tasks of an endless stream of shuffled passes.
         task_numbers = stream_rows(len(train_tasks), (update - 1) * P, P, args.seed)
-        prompt_batch = draw_groups([train_tasks[i] for i in task_numbers], k, args, update)
+        prompt_batch = draw_batch([train_tasks[i] for i in task_numbers], k, args, update)
         with accelerator.split_between_processes(prompt_batch) as prompt_share, autocast:
-            b, responses = rollout_tasks(respond, model, ref_model, prompt_share, args)
+            b, responses = rollout(respond, model, ref_model, prompt_share, args)
         # b, with one row per trajectory: ids, mask [B, C + T]; sampled [B, T]; lengths, stopped, calls,
         # failures, turns, scores, rewards/NAME [B]; sampling_logprobs and, if they are used, logprobs (old)
         # and ref_logprobs [B, T]. After gather, it has the rollouts of all processes. `responses` has only
@@ -337,7 +409,7 @@ def train(args):
 
         # 3. Train. Minibatches are drawn from the global batch; each process trains on its share, n rows at
         #    a time. A minibatch, and each share of it, consists of whole groups, and neighboring rows of a
-        #    group share one pass over their prompt (`group_logprobs`). If a micro-batch cuts a group, its
+        #    group share one pass over their prompt (`response_logprobs`). If a micro-batch cuts a group, its
         #    prompt is read once more. The loss is the sum over this process's tokens, divided by the number
         #    of tokens in the minibatch on all processes (DAPO). So the gradient does not depend on how a
         #    minibatch is split, up to rounding.
@@ -372,7 +444,7 @@ def train(args):
                             old_logprobs = b["logprobs"][rows, :t]
                         else:
                             old_logprobs = new_logprobs.detach()  # the ratio is 1, but has a gradient
-                        policy_loss = clipped_policy_loss(
+                        policy_loss, ratio, is_clipped = clipped_policy_loss(
                             new_logprobs, old_logprobs, token_advantages, args.cliprange
                         )
                         token_loss = policy_loss
@@ -387,7 +459,6 @@ def train(args):
 
                     with torch.no_grad():
                         log_ratio = new_logprobs - old_logprobs
-                        ratio = log_ratio.clamp(max=40).exp()  # the square of a larger one may be infinite
                         # Generation computes one token at a time, with a cache. How far its log-probabilities
                         # are from those of a full forward pass:
                         sampling_gap = (b["sampling_logprobs"][rows, :t] - old_logprobs).abs()
@@ -396,7 +467,7 @@ def train(args):
                             "loss/policy_avg": policy_loss,
                             "policy/approxkl_avg": 0.5 * log_ratio**2,
                             # clipfrac: how often clipping raises the loss above that of the plain ratio.
-                            "policy/clipfrac_avg": policy_loss > -token_advantages * ratio,
+                            "policy/clipfrac_avg": is_clipped,
                             "policy/entropy_avg": entropies,
                             "val/ratio": ratio,
                             "val/ratio_var": (ratio - 1) ** 2,  # becomes the variance below
@@ -469,7 +540,7 @@ def train(args):
         if args.eval_every and update % args.eval_every == 0 and update < updates:
             trainer_state.global_step = updates  # as in the other evaluations
             with autocast:
-                records = evaluate_all(respond, held_out, args, accelerator)
+                records = evaluate(respond, held_out, args, accelerator)
             metrics |= {f"eval/{name}": x for name, x in table_metrics(records).items()}
         run.log(metrics)  # tensors become numbers; raises if one is not finite
         if (b["scores"] == b["scores"][0]).all():
@@ -500,9 +571,9 @@ def train(args):
     # 6. Evaluate on the same held-out tasks again, and save the model.
     trainer_state.global_step = updates
     with autocast:
-        after = evaluate_all(respond, held_out, args, accelerator)
+        after = evaluate(respond, held_out, args, accelerator)
     if accelerator.is_main_process:
-        report_tasks(run, before, after)
+        report_evaluation(run, before, after)
         save_policy(policy, tokenizer, run.folder / "model")
     run.finish()
     return model, run.folder
@@ -511,26 +582,26 @@ def train(args):
 # ---- Evaluation --------------------------------------------------------------------------------------------
 
 
-def evaluate_all(respond, held_out, args, accelerator):
+def evaluate(respond, held_out, args, accelerator):
     """Solve all held-out tasks, with the same random numbers before and after training.
 
-    held_out: dict: name -> tasks. Returns a dict: name -> records (see evaluate_tasks), one for each set of
+    held_out: dict: name -> tasks. Returns a dict: name -> records (see evaluate_set), one for each set of
     tasks, "without tools" and "greedy".
     """
-    records = {name: evaluate_tasks(respond, tasks, args, accelerator) for name, tasks in held_out.items()}
+    records = {name: evaluate_set(respond, tasks, args, accelerator) for name, tasks in held_out.items()}
     # The control: a call gets no answer.
     one_turn = replace(args, max_turns=1)
-    records["without tools"] = evaluate_tasks(respond, held_out["held-out"], one_turn, accelerator)
+    records["without tools"] = evaluate_set(respond, held_out["held-out"], one_turn, accelerator)
     # Nearly greedy decoding: does the policy know the answer, but lose it in sampling?
     greedy_args = replace(args, temperature=0.01, num_eval_samples=1)
-    records["greedy"] = evaluate_tasks(respond, held_out["held-out"], greedy_args, accelerator)
+    records["greedy"] = evaluate_set(respond, held_out["held-out"], greedy_args, accelerator)
     return records
 
 
-def evaluate_tasks(respond, tasks, args, accelerator):
+def evaluate_set(respond, tasks, args, accelerator):
     """Solve each task k = num_eval_samples times. Each process takes its share of the tasks.
 
-    respond: sample_trajectories, with everything but the batch and the flags filled in; tasks: list of dict,
+    respond: sample_responses, with everything but the batch and the flags filled in; tasks: list of dict,
     from load_tasks. A trajectory is right if the first reward that applies to it is 1 or more.
     -> one dict per task, for the tasks of all processes:
         task                    str, the prompt
@@ -544,7 +615,7 @@ def evaluate_tasks(respond, tasks, args, accelerator):
     set_global_seed(args.seed, "held-out", accelerator.process_index)
     k = args.num_eval_samples
     records = []
-    with accelerator.split_between_processes(draw_groups(tasks, k, args, "held-out")) as share:
+    with accelerator.split_between_processes(draw_batch(tasks, k, args, "held-out")) as share:
         if share["examples"]:  # there may be more processes than tasks
             b, responses = respond(share, args)
             scores_by_name = {name: x for name, x in b.items() if name.startswith("rewards/")}
@@ -563,7 +634,7 @@ def evaluate_tasks(respond, tasks, args, accelerator):
 
 
 def table_metrics(records):
-    """The numbers of the final table. records: from evaluate_all -> dict of floats"""
+    """The numbers of the final table. records: from evaluate -> dict of floats"""
     metrics = {}
     for name in records:
         for metric, x in trajectory_metrics(records[name]).items():
@@ -572,7 +643,7 @@ def table_metrics(records):
 
 
 def trajectory_metrics(records):
-    """The numbers of the final table for one set of tasks. Records as in evaluate_tasks -> dict of floats"""
+    """The numbers of the final table for one set of tasks. Records as in evaluate_set -> dict of floats"""
     pass_at_1 = [fmean(record["right"]) for record in records]  # of each task
 
     def mean(name):
@@ -597,7 +668,7 @@ def trajectory_metrics(records):
 # ---- Rollout -----------------------------------------------------------------------------------------------
 
 
-def draw_groups(examples, k, args, purpose):
+def draw_batch(examples, k, args, purpose):
     """Prompts, left-padded to the longest one, and random numbers to sample k responses to each.
 
     examples: P dicts with ids, the tokens of the prompt; purpose: the number of the update, or "held-out"
@@ -612,12 +683,6 @@ def draw_groups(examples, k, args, purpose):
     return dict(examples=examples, ids=ids, mask=mask, uniforms=uniforms)
 
 
-def generator_for(seed, *purpose):
-    """A random generator for one purpose, such as (seed, "tokens", update), independent of all others."""
-    # random.Random hashes a str with SHA-512, which is the same in every process; hash() is not.
-    return torch.Generator().manual_seed(random.Random(repr((seed, *purpose))).getrandbits(63))
-
-
 def stream_rows(num_rows, start, count, seed):
     """Row numbers start ... start + count - 1 of an endless stream of shuffled passes. -> [count]"""
     first, last = start // num_rows, (start + count - 1) // num_rows
@@ -626,13 +691,19 @@ def stream_rows(num_rows, start, count, seed):
     return rows[start - first * num_rows :][:count]
 
 
+def generator_for(seed, *purpose):
+    """A random generator for one purpose, such as (seed, "tokens", update), independent of all others."""
+    # random.Random hashes a str with SHA-512, which is the same in every process; hash() is not.
+    return torch.Generator().manual_seed(random.Random(repr((seed, *purpose))).getrandbits(63))
+
+
 @torch.no_grad()
-def rollout_tasks(respond, model, ref_model, batch, args):
+def rollout(respond, model, ref_model, batch, args):
     """Sample k responses to each task, reward them, and compute old and reference log-probabilities.
 
-    respond: sample_trajectories, with everything but batch and args filled in; batch: from draw_groups.
+    respond: sample_responses, with everything but batch and args filled in; batch: from draw_groups.
     Returns
-    - the dict of sample_trajectories, and scores (the weighted sum of the rewards) [P * k]; logprobs (if
+    - the dict of sample_responses, and scores (the weighted sum of the rewards) [P * k]; logprobs (if
       takes_several_steps), ref_logprobs (if kl_coef is not 0) [P * k, T]
     - the responses, P * k str
     """
@@ -658,8 +729,18 @@ def rollout_tasks(respond, model, ref_model, batch, args):
         if "logprobs" in b:
             b["logprobs"][rows, :t], _ = model(*inputs)
         if "ref_logprobs" in b:
-            b["ref_logprobs"][rows, :t] = reference_group_logprobs(ref_model, model.policy, *inputs)
+            b["ref_logprobs"][rows, :t] = reference_logprobs(ref_model, model.policy, *inputs)
     return b, responses
+
+
+def weighted_sum(scores, weights=None):
+    """The sum of weight * score.
+
+    scores: dict of name -> [B]; weights: floats in the same order, or None for 1 each. -> [B]
+    A nan means that a score does not apply to a row (the function returned None), and counts as 0.
+    """
+    weights = weights or [1.0] * len(scores)
+    return sum(weight * values.nan_to_num() for weight, values in zip(weights, scores.values(), strict=True))
 
 
 def takes_several_steps(args):
@@ -677,6 +758,44 @@ def sorted_groups(groups, lengths, k, reuses_prompts):
     groups = groups[longest.argsort(stable=True)]
     rows = (groups[:, None] * k + torch.arange(k, device=groups.device)).flatten()
     return rows if reuses_prompts else rows[lengths[rows].argsort(stable=True)]
+
+
+@torch.no_grad()
+def sample_responses(policy, tokenizer, turn_format, make_tools, stop_ids, get_scores, batch, args):
+    """Sample k trajectories for each task, and reward them.
+
+    get_scores(trajectories) -> dict: name of the reward -> [P * k]; batch: from draw_groups. Returns
+    - a dict of tensors, in which the trajectories of a task are neighbors: ids, mask [P * k, C + T]; sampled
+      [P * k, T]; lengths, stopped, turns, calls, failures, rewards/NAME [P * k]; sampling_logprobs [P * k, T]
+    - the texts of the trajectories, with the results of the tools, P * k str
+    """
+    policy.eval()
+    device = stop_ids.device
+    P, k, T = batch["uniforms"].shape
+    trajectories = write_trajectories(policy, tokenizer, turn_format, make_tools, stop_ids, batch, args)
+    scores_by_name = get_scores(trajectories)  # name -> [P * k]
+
+    lengths = torch.tensor([len(x.tokens) for x in trajectories])  # [P * k]
+    valid = length_mask(lengths, T)  # [P * k, T]; attention reads all of these
+    sampled, tokens = torch.zeros_like(valid), torch.zeros(valid.shape, dtype=torch.long)
+    logprobs = torch.zeros(valid.shape)
+    sampled[valid] = torch.tensor([is_sampled for x in trajectories for is_sampled in x.sampled])
+    tokens[valid] = torch.tensor([token for x in trajectories for token in x.tokens])
+    logprobs[valid] = torch.tensor([logprob for x in trajectories for logprob in x.logprobs])
+    b = {
+        "ids": torch.cat([batch["ids"].repeat_interleave(k, 0), tokens], 1),  # [P * k, C + T]
+        "mask": torch.cat([batch["mask"].repeat_interleave(k, 0), valid], 1),
+        "sampled": sampled,
+        "lengths": lengths,
+        "stopped": torch.tensor([x.has_ended for x in trajectories]),
+        "turns": torch.tensor([float(x.num_turns) for x in trajectories]),
+        "calls": torch.tensor([float(x.num_calls) for x in trajectories]),
+        "failures": torch.tensor([float(x.num_failures) for x in trajectories]),
+        "sampling_logprobs": logprobs,
+        **{f"rewards/{name}": x for name, x in scores_by_name.items()},
+    }
+    responses = [tokenizer.decode(x.tokens) for x in trajectories]
+    return accelerate.utils.send_to_device(b, device), responses
 
 
 @dataclass
@@ -703,10 +822,10 @@ class Trajectory:
         self.logprobs += logprobs or len(tokens) * [0.0]
 
 
-def rollout(policy, tokenizer, turn_format, make_tools, stop_ids, batch, args):
+def write_trajectories(policy, tokenizer, turn_format, make_tools, stop_ids, batch, args):
     """Let the policy write k trajectories for each task, turn by turn.
 
-    batch: from draw_groups -> P * k Trajectory; the k trajectories of a task are neighbors
+    batch: from draw_batch -> P * k Trajectory; the k trajectories of a task are neighbors
     """
     P, k, T = batch["uniforms"].shape
     trajectories = []
@@ -758,7 +877,7 @@ def sample_turns(policy, texts, uniforms, stop_ids, args):
         ids = nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=-1, padding_side="left")
         ids = ids.to(stop_ids.device)  # [texts, C]
         inputs = ids.clamp(min=0), ids >= 0, padded[part].to(ids.device)
-        outputs.append(generate_groups(policy, *inputs, stop_ids, args.temperature))
+        outputs.append(generate(policy, *inputs, stop_ids, args.temperature))
     tokens, logprobs = [torch.cat(parts) for parts in zip(*outputs)]  # [G * k, L] each
     lengths = response_lengths(tokens, stop_ids).tolist()
     turns = []
@@ -768,45 +887,7 @@ def sample_turns(policy, texts, uniforms, stop_ids, args):
 
 
 @torch.no_grad()
-def sample_trajectories(policy, tokenizer, turn_format, make_tools, stop_ids, get_scores, batch, args):
-    """Sample k trajectories for each task, and reward them.
-
-    get_scores(trajectories) -> dict: name of the reward -> [P * k]; batch: from draw_groups. Returns
-    - a dict of tensors, in which the trajectories of a task are neighbors: ids, mask [P * k, C + T]; sampled
-      [P * k, T]; lengths, stopped, turns, calls, failures, rewards/NAME [P * k]; sampling_logprobs [P * k, T]
-    - the texts of the trajectories, with the results of the tools, P * k str
-    """
-    policy.eval()
-    device = stop_ids.device
-    P, k, T = batch["uniforms"].shape
-    trajectories = rollout(policy, tokenizer, turn_format, make_tools, stop_ids, batch, args)
-    scores_by_name = get_scores(trajectories)  # name -> [P * k]
-
-    lengths = torch.tensor([len(x.tokens) for x in trajectories])  # [P * k]
-    valid = length_mask(lengths, T)  # [P * k, T]; attention reads all of these
-    sampled, tokens = torch.zeros_like(valid), torch.zeros(valid.shape, dtype=torch.long)
-    logprobs = torch.zeros(valid.shape)
-    sampled[valid] = torch.tensor([is_sampled for x in trajectories for is_sampled in x.sampled])
-    tokens[valid] = torch.tensor([token for x in trajectories for token in x.tokens])
-    logprobs[valid] = torch.tensor([logprob for x in trajectories for logprob in x.logprobs])
-    b = {
-        "ids": torch.cat([batch["ids"].repeat_interleave(k, 0), tokens], 1),  # [P * k, C + T]
-        "mask": torch.cat([batch["mask"].repeat_interleave(k, 0), valid], 1),
-        "sampled": sampled,
-        "lengths": lengths,
-        "stopped": torch.tensor([x.has_ended for x in trajectories]),
-        "turns": torch.tensor([float(x.num_turns) for x in trajectories]),
-        "calls": torch.tensor([float(x.num_calls) for x in trajectories]),
-        "failures": torch.tensor([float(x.num_failures) for x in trajectories]),
-        "sampling_logprobs": logprobs,
-        **{f"rewards/{name}": x for name, x in scores_by_name.items()},
-    }
-    responses = [tokenizer.decode(x.tokens) for x in trajectories]
-    return accelerate.utils.send_to_device(b, device), responses
-
-
-@torch.no_grad()
-def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
+def generate(policy, ids, mask, uniforms, stop_ids, temperature):
     """Sample k responses to each prompt, until a stop token or T tokens. No top-k, no top-p.
 
     Left-padded ids, mask [P, C]; uniforms [P, k, T], one random number per token; stop_ids [any number]
@@ -856,6 +937,32 @@ def sample_next(head, hidden, uniforms, temperature):
     return token, probs.gather(1, token[:, None]).squeeze(1).log()
 
 
+def sample_tokens(probs, uniforms):
+    """Sample one token per row by inverting the cumulative distribution. fp32 [B, V], [B] in [0, 1) -> [B]
+
+    Unlike torch.multinomial, each token depends only on its own row and its own uniform number. So for the
+    same probabilities, the samples are the same no matter how a batch is split. Uniforms and sums are in
+    fp64. In fp32, uniforms would be multiples of 2^-24, which miss most tokens with probabilities below 6e-8,
+    and sums would lose small probabilities.
+    """
+    ends = probs.cumsum(1, dtype=torch.float64)  # [B, V]
+    target = uniforms[:, None] * ends[:, -1:]  # [B, 1]
+    # right=True never selects what has probability 0. With NaN, the index is past the end, hence the clamp.
+    # (Then the loss is NaN too, and the run ends with an error message.)
+    token = torch.searchsorted(ends, target, right=True).squeeze(1)
+    return token.clamp(max=probs.shape[1] - 1)
+
+
+def response_lengths(tokens, stop_token_id):
+    """Number of tokens up to and including the first stop token; T if there is none. [B, T] -> [B]
+
+    stop_token_id: one id, or a tensor of several
+    """
+    T = tokens.shape[1]
+    position = torch.arange(1, T + 1, device=tokens.device)  # [T]
+    return torch.where(torch.isin(tokens, stop_token_id), position, T).amin(1)
+
+
 # ---- Policy and reference ----------------------------------------------------------------------------------
 
 
@@ -871,21 +978,21 @@ class Policy(nn.Module):
 
         ids [B, C + T], bool mask [B, C + T] -> both fp32 [B, T], 0 after the end of a response
         """
-        return group_logprobs(self.policy, ids, mask, T, temperature)
+        return response_logprobs(self.policy, ids, mask, T, temperature)
 
 
-def reference_group_logprobs(ref_model, policy, *inputs):
+def reference_logprobs(ref_model, policy, *inputs):
     """Log-probabilities under the reference or, if ref_model is None, the policy without its LoRA adapter.
 
-    inputs: those of group_logprobs -> fp32 [B, T]
+    inputs: those of response_logprobs -> fp32 [B, T]
     """
     if ref_model is not None:
-        return group_logprobs(ref_model, *inputs)[0]
+        return response_logprobs(ref_model, *inputs)[0]
     with policy.disable_adapter():
-        return group_logprobs(policy, *inputs)[0]
+        return response_logprobs(policy, *inputs)[0]
 
 
-def group_logprobs(lm, ids, mask, T, temperature):
+def response_logprobs(lm, ids, mask, T, temperature):
     """Log-probabilities of the last T tokens of each row, 0 after the end of a response.
 
     ids [B, C + T], bool mask [B, C + T] -> logprobs, entropies, both fp32 [B, T]
@@ -984,111 +1091,6 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
             outputs.append(checkpoint(logprobs_of_chunk, *chunk, use_reentrant=False))
     logprobs, entropies = zip(*outputs)
     return torch.cat(logprobs), torch.cat(entropies)
-
-
-# ---- Math: pure functions of tensors -----------------------------------------------------------------------
-
-
-def sample_tokens(probs, uniforms):
-    """Sample one token per row by inverting the cumulative distribution. fp32 [B, V], [B] in [0, 1) -> [B]
-
-    Unlike torch.multinomial, each token depends only on its own row and its own uniform number. So for the
-    same probabilities, the samples are the same no matter how a batch is split. Uniforms and sums are in
-    fp64. In fp32, uniforms would be multiples of 2^-24, which miss most tokens with probabilities below 6e-8,
-    and sums would lose small probabilities.
-    """
-    ends = probs.cumsum(1, dtype=torch.float64)  # [B, V]
-    target = uniforms[:, None] * ends[:, -1:]  # [B, 1]
-    # right=True never selects what has probability 0. With NaN, the index is past the end, hence the clamp.
-    # (Then the loss is NaN too, and the run ends with an error message.)
-    token = torch.searchsorted(ends, target, right=True).squeeze(1)
-    return token.clamp(max=probs.shape[1] - 1)
-
-
-def response_lengths(tokens, stop_token_id):
-    """Number of tokens up to and including the first stop token; T if there is none. [B, T] -> [B]
-
-    stop_token_id: one id, or a tensor of several
-    """
-    T = tokens.shape[1]
-    position = torch.arange(1, T + 1, device=tokens.device)  # [T]
-    return torch.where(torch.isin(tokens, stop_token_id), position, T).amin(1)
-
-
-def length_mask(lengths, max_length):
-    """True on the first `lengths` positions of each row. [B] -> bool [B, max_length]"""
-    return torch.arange(max_length, device=lengths.device) < lengths[:, None]
-
-
-def weighted_sum(scores, weights=None):
-    """The sum of weight * score.
-
-    scores: dict of name -> [B]; weights: floats in the same order, or None for 1 each. -> [B]
-    A nan means that a score does not apply to a row (the function returned None), and counts as 0.
-    """
-    weights = weights or [1.0] * len(scores)
-    return sum(weight * values.nan_to_num() for weight, values in zip(weights, scores.values(), strict=True))
-
-
-def grpo_advantages(rewards, k):
-    """(Reward - mean of its group) / (standard deviation of its group + 1e-4). [P * k] -> [P * k]
-
-    DeepSeekMath, section 4.1.2. The k rewards of a group are neighbors. The deviation has k - 1 in its
-    denominator, and 1e-4 avoids 0 / 0; both as in TRL.
-
-    The division gives more weight to tasks that are nearly always or nearly never solved. Dr. GRPO leaves it
-    out for that reason.
-    """
-    groups = rewards.float().view(-1, k)  # [P, k]
-    groups = groups - groups[:, :1]  # so that groups with equal rewards get exactly 0, without rounding
-    mean, std = groups.mean(1, keepdim=True), groups.std(1, correction=1, keepdim=True)  # [P, 1]
-    return ((groups - mean) / (std + 1e-4)).flatten()
-
-
-def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
-    """PPO's clipped objective, negated (Schulman et al. 2017, eq. 7). Any shape -> same shape, unreduced"""
-    assert logprobs.shape == old_logprobs.shape == advantages.shape  # [n] and [n, 1] would give [n, n]
-    log_ratio = logprobs - old_logprobs
-    ratio = torch.exp(log_ratio.clamp(max=40))  # inf times an advantage or gradient of 0 is nan
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
-    return torch.max(unclipped, clipped)
-
-
-def kl_per_token(logprobs, ref_logprobs, estimator):
-    """Estimates of KL(policy || reference) from samples of the policy, in nats, any shape (Schulman 2020).
-
-    As a metric: k1 and k3 are unbiased, k2 is not. k2 and k3 are never negative.
-    In a reward, through which no gradient flows: only k1 leads to the gradient of KL(policy || reference).
-    In a loss: the expected gradient per token, given the tokens before it, for samples of the policy, is
-        k1  0, because the mean of grad log p(token) is 0 under p
-        k2  the gradient of KL(policy || reference)
-        k3  the gradient of KL(reference || policy)
-    """
-    log_ratio = logprobs - ref_logprobs
-    if estimator == "k1":
-        return log_ratio
-    if estimator == "k2":
-        return 0.5 * log_ratio**2
-    return torch.expm1(-log_ratio) + log_ratio  # k3
-
-
-def learning_rate(args, update, updates):
-    """The learning rate in update 1, 2, ..., updates. -> float
-
-    It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls towards 0: along
-    a line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
-    """
-    warmup = math.ceil(args.warmup_ratio * updates)
-    if update <= warmup:
-        return args.learning_rate * update / warmup
-    progress = (update - 1 - warmup) / (updates - warmup)  # from 0 to less than 1
-    factors = {
-        "constant": 1.0,
-        "linear": 1.0 - progress,
-        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
-    }
-    return args.learning_rate * factors[args.lr_scheduler_type]
 
 
 # ============================================================================================================
@@ -1213,7 +1215,7 @@ def set_template_options(tokenizer, args):
 
 
 @torch.no_grad()
-def check_group_model(lm, name, max_tokens):
+def check_model(lm, name, max_tokens):
     """Refuse a model unless sampling, update and the model itself compute the same log-probabilities.
 
     This samples two responses to each of two left-padded prompts. Prompt and response have max_tokens tokens,
@@ -1230,13 +1232,13 @@ def check_group_model(lm, name, max_tokens):
     mask = length_mask(prompt_lengths, C).flip(1)
     no_stop = torch.tensor([-1], device=device)
     uniforms = torch.rand(2, 2, T, dtype=torch.float64, device=device)
-    first_tokens, _ = generate_groups(lm.eval(), ids, mask, uniforms[:, :, :1], no_stop, 1.0)
+    first_tokens, _ = generate(lm.eval(), ids, mask, uniforms[:, :, :1], no_stop, 1.0)
     stop_id = first_tokens[0, 0]
-    tokens, sampled = generate_groups(lm, ids, mask, uniforms, stop_id, 1.0)  # [4, T] each
+    tokens, sampled = generate(lm, ids, mask, uniforms, stop_id, 1.0)  # [4, T] each
     lengths = response_lengths(tokens, stop_id)
     ids = torch.cat([ids.repeat_interleave(2, 0), tokens], 1)
     mask = torch.cat([mask.repeat_interleave(2, 0), length_mask(lengths, T)], 1)
-    updated, _ = group_logprobs(lm.train(), ids, mask, T, 1.0)  # [4, T]
+    updated, _ = response_logprobs(lm.train(), ids, mask, T, 1.0)  # [4, T]
     compare_logprobs(lm, name, ids, mask, lengths, sampled, updated)
 
 
@@ -1405,7 +1407,7 @@ def can_be_recorded(policy, cache):
 
 
 def generate_recorded(policy, cache, hidden, mask, uniforms, stop_ids, temperature):
-    """The loop over tokens of generate_groups on a GPU: the same tokens up to rounding, in less time.
+    """The loop over tokens of generate on a GPU: the same tokens up to rounding, in less time.
 
     It works in rounds. Within a round, all steps are the same for the GPU, so that `repeat` can record one:
     no shape changes, and nothing is copied to the CPU. Before a round, mask and cache get room for its
@@ -1620,7 +1622,7 @@ class TurnFormat:
 # ---- Rewards -----------------------------------------------------------------------------------------------
 
 
-def load_rewards(args):
+def load_reward(args):
     """The functions of --reward-fn, and get_reward() of --environment. -> dict: name -> function"""
     functions = load_functions(args.reward_fn or [])
     if args.environment is not None:
@@ -1789,7 +1791,7 @@ def read_rows(path):
     return rows
 
 
-def load_all_tasks(args, tokenizer):
+def load_prompts(args, tokenizer):
     """Training tasks (a list, from load_tasks); held-out tasks (a dict: name -> list); how many rows of the
     data were kept (a line to print).
     """
@@ -2289,8 +2291,8 @@ def rows_of(columns):
     return [dict(zip(columns, row)) for row in zip(*columns.values())]
 
 
-def report_tasks(run, before, after):
-    """The final tables, evaluation.json and evaluation_samples.jsonl. before, after: from evaluate_all"""
+def report_evaluation(run, before, after):
+    """The final tables, evaluation.json and evaluation_samples.jsonl. before, after: from evaluate"""
     args = run.args
     metrics_before, metrics_after = table_metrics(before), table_metrics(after)
     comparison = []
@@ -2365,6 +2367,7 @@ MAY_CHANGE = (
     *("total_episodes", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("local_rollout_forward_batch_size", "gradient_checkpointing"),
 )
+
 
 # Flags of all scripts with which a recipe describes its own data.
 DESCRIBE_DATA = (

@@ -4,18 +4,18 @@ This is ppo_sentiment.py with another task; PPO itself is the same code. If you 
 a dialog changes:
 
 1. The prompt is the end of a conversation. It comes with a reference answer: what the person said next
-   (`load_turns`). "The references" are these answers; "the reference model" is the frozen policy, as
+   (`load_prompts`). "The references" are these answers; "the reference model" is the frozen policy, as
    elsewhere.
-2. The score is a weighted sum, and each part of it is logged (`load_reward_parts`). Intent: does the answer
+2. The score is a weighted sum, and each part of it is logged (`load_reward`). Intent: does the answer
    have the same dialog act (inform, question, directive, commissive) as the reference answer? Either 1 if
    a classifier finds that act the likeliest and 0 otherwise, or its probability (--intent-reward). METEOR:
    how many words does the answer share with the reference answer? And your own functions, if there are
    any. The KL penalty per token is subtracted, as in ppo_sentiment.py.
 3. An answer ends with an end mark, `<EOU>`. In GPT-2's vocabulary this is several tokens. A prompt always has
    the same ones, but a policy may write others: "Bye.<EOU>" has a token ".<". So the mark is searched for in
-   the text of the tokens, not among their ids (`load_end_criteria`, `generate_until`).
+   the text of the tokens, not among their ids (`load_end_criteria`, `generate`).
 4. A policy can raise this score and still get worse. So the final table also has ROUGE, BLEU, distinct
-   n-grams and the perplexity of the references, before and after training (`evaluate_dialogs`).
+   n-grams and the perplexity of the references, before and after training (`evaluate`).
 5. Your own metrics go into one function and appear in the log and in the table (`custom_metrics`).
 
     python ppo_dialog.py                            # recipe tiny: no download, no GPU, minutes on 2 cores
@@ -25,7 +25,7 @@ a dialog changes:
     torchrun --nproc_per_node 2 ppo_dialog.py       # two processes, twice the batch
     python ppo_dialog.py --resume RUN_FOLDER        # continue a stopped run; on a CPU, bit for bit
 
-Part I is the algorithm, from the training loop down to the math. Part II is infrastructure: models, rewards,
+Part I is the algorithm: flags, math, loop, rollout, model. Part II is infrastructure: models, rewards,
 data, processes, run folder, chat, flags. `diff ppo_sentiment.py ppo_dialog.py` shows all differences. Papers:
 RL4LMs (Ramamurthy et al. 2023), METEOR (Banerjee and Lavie 2005), PPO (Schulman et al. 2017), GAE (Schulman
 et al. 2016), Ziegler et al. 2019, the N+ paper (Huang et al. 2024). Results, metrics, which lines to change
@@ -224,7 +224,7 @@ RECIPES = {
 }
 
 
-# ---- Training ----------------------------------------------------------------------------------------------
+# ---- Math: pure functions of tensors -----------------------------------------------------------------------
 #
 # Shapes: B responses, n in a micro-batch, C positions of the prompt, T positions of the response, V tokens in
 # the vocabulary, H hidden units. A row of C + T tokens is a left-padded prompt and a right-padded response,
@@ -239,6 +239,119 @@ RECIPES = {
 # score: one number per response, the weighted sum of intent, METEOR and --reward-fn. reward: one number per
 # token, the KL penalty, plus the score on the last one. (In TRL's names, such as reward functions,
 # rewards/NAME and env/reward_mean, a reward is a score.)
+
+
+def length_mask(lengths, max_length):
+    """True on the first `lengths` positions of each row. [B] -> bool [B, max_length]"""
+    return torch.arange(max_length, device=lengths.device) < lengths[:, None]
+
+
+def token_rewards(scores, kl, lengths, kl_coef):
+    """The KL penalty on every valid token, plus the score on the last one. [B], [B, T], [B] -> [B, T]"""
+    mask = length_mask(lengths, kl.shape[1])
+    rewards = torch.where(mask, -kl_coef * kl, 0.0)
+    last = lengths[:, None] - 1  # [B, 1]
+    return rewards.scatter_add(1, last, scores[:, None].to(rewards.dtype))
+
+
+def masked_mean(values, mask):
+    """Mean over the valid positions. Any shape -> scalar"""
+    return torch.where(mask, values, 0.0).float().sum() / mask.sum()
+
+
+def masked_whiten(values, mask, shift_mean=True):
+    """(x - mean) / std over the valid positions, 0 elsewhere. [B, T] -> [B, T]
+
+    shift_mean=False adds the mean back. The variance is the population's, like tf.nn.moments in
+    openai/lm-human-preferences (TRL uses the unbiased one). A single valid value is returned unchanged.
+    """
+    values = torch.where(mask, values, 0.0).float()
+    if mask.sum() < 2:
+        return values
+    mean = masked_mean(values, mask)
+    variance = masked_mean((values - mean) ** 2, mask)
+    whitened = (values - mean) * torch.rsqrt(variance + 1e-8)
+    if not shift_mean:
+        whitened = whitened + mean
+    return torch.where(mask, whitened, 0.0)
+
+
+def gae(rewards, values, mask, gamma, lam):
+    """Generalized advantage estimation (Schulman et al. 2016, eq. 16). [B, T] each -> advantages, returns
+
+    The value after the last valid token is 0, even if the response was cut off: the score is that of
+    exactly this text, so the episode ends there.
+    """
+    rewards = torch.where(mask, rewards, 0.0).float()
+    values = torch.where(mask, values, 0.0).float()
+    advantages = torch.zeros_like(rewards)
+    next_advantage = torch.zeros_like(rewards[:, 0])  # [B]
+    next_value = torch.zeros_like(rewards[:, 0])  # [B]
+    for t in reversed(range(rewards.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantages[:, t] = delta + gamma * lam * next_advantage
+        next_advantage = advantages[:, t]
+        next_value = values[:, t]
+    returns = advantages + values
+    return advantages, returns
+
+
+def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
+    """PPO's clipped objective, negated (Schulman et al. 2017, eq. 7).
+
+    Any shape -> the loss, not reduced; the ratio; bool: clipping raised the loss. All of the same shape
+    """
+    assert logprobs.shape == old_logprobs.shape == advantages.shape  # [n] and [n, 1] would give [n, n]
+    log_ratio = logprobs - old_logprobs
+    ratio = torch.exp(log_ratio.clamp(max=40))  # inf times an advantage or gradient of 0 is nan
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
+    return torch.max(unclipped, clipped), ratio, clipped > unclipped
+
+
+def clipped_value_loss(values, old_values, returns, cliprange_value):
+    """Half the larger of two squared errors: the value's, and that of the value clipped to old_values +-
+    cliprange_value.
+
+    Any shape -> the loss, not reduced; bool: clipping raised it. Both of the same shape
+    """
+    assert values.shape == old_values.shape == returns.shape
+    clipped_values = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
+    unclipped = (values - returns) ** 2
+    clipped = (clipped_values - returns) ** 2
+    return 0.5 * torch.max(unclipped, clipped), clipped > unclipped
+
+
+def adaptive_kl_coef(kl_coef, kl, target, horizon, episodes):
+    """The KL coefficient after `episodes` responses with a mean KL of `kl` nats each.
+
+    A proportional controller (Ziegler et al. 2019, section 2.2). In `horizon` episodes the coefficient
+    changes by about 20 % at most. -> float
+    """
+    error = kl / target - 1
+    error = min(max(error, -0.2), 0.2)
+    return kl_coef * (1 + error * episodes / horizon)
+
+
+def learning_rate(args, update, updates):
+    """The learning rate in update 1, 2, ..., updates. -> float
+
+    It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls towards 0: along
+    a line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
+    """
+    warmup = math.ceil(args.warmup_ratio * updates)
+    if update <= warmup:
+        return args.learning_rate * update / warmup
+    progress = (update - 1 - warmup) / (updates - warmup)  # from 0 to less than 1
+    factors = {
+        "constant": 1.0,
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+    }
+    return args.learning_rate * factors[args.lr_scheduler_type]
+
+
+# ---- Training ----------------------------------------------------------------------------------------------
 
 
 def train(args):
@@ -263,11 +376,11 @@ def train(args):
     # Functions of --reward-fn get this. global_step: updates so far. Both evaluations use the last value, so
     # that a reward with a schedule scores before and after alike.
     trainer_state = transformers.TrainerState(max_steps=updates, global_step=updates)
-    get_reward_parts, act_names = load_reward_parts(args, device, trainer_state)
-    train_turns = load_turns(train_rows, tokenizer, act_names, args)
-    held_out_turns = load_turns(held_out_rows, tokenizer, act_names, args)
+    get_reward_parts, act_names = load_reward(args, device, trainer_state)
+    train_turns = load_prompts(train_rows, tokenizer, act_names, args)
+    held_out_turns = load_prompts(held_out_rows, tokenizer, act_names, args)
     model, ref_model = load_policy_and_value(args, device)
-    check_dialog_model(model.policy, args.model_name_or_path, args.max_prompt_length + T)
+    check_model(model.policy, args.model_name_or_path, args.max_prompt_length + T)
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
 
@@ -293,10 +406,10 @@ def train(args):
     num_eval_prompts = min(args.num_eval_prompts, len(held_out_turns))
     if num_eval_prompts < world:
         raise UserError(f"{world} processes need as many held-out prompts; there are {num_eval_prompts}")
-    held_out = draw_prompts(held_out_turns, 0, num_eval_prompts, args, "held-out")
-    respond = partial(rollout_answers, model, ref_model, tokenizer, is_end, get_reward_parts, args=args)
+    held_out = draw_batch(held_out_turns, 0, num_eval_prompts, args, "held-out")
+    respond = partial(rollout, model, ref_model, tokenizer, is_end, get_reward_parts, args=args)
     with autocast:
-        before = evaluate_dialogs(respond, model.policy, held_out, args, accelerator)
+        before = evaluate(respond, model.policy, held_out, args, accelerator)
 
     # `model` generates, `learner` is trained. They share their weights, unless FSDP2 or ZeRO-3 shards them:
     # then the learner is a sharded copy, and copy_weights copies its weights back after each update.
@@ -316,7 +429,7 @@ def train(args):
         # own seed.
         set_global_seed(args.seed, update, accelerator.process_index)
         # The next B turns with their prompts, and the random numbers to sample answers with.
-        prompt_batch = draw_prompts(train_turns, (update - 1) * B, B, args, update)
+        prompt_batch = draw_batch(train_turns, (update - 1) * B, B, args, update)
         turns = prompt_batch["turns"]  # of all processes
         # A copy of prompt_batch, because accelerate changes it.
         with accelerator.split_between_processes(dict(prompt_batch)) as prompt_share, autocast:
@@ -376,10 +489,10 @@ def train(args):
                             new_logprobs, entropies, new_values = learner(
                                 b["ids"][rows, : C + t], b["mask"][rows, : C + t], t, args.temperature
                             )  # [n, t] each, 0 after the end of a response; only these have a gradient
-                        policy_loss = clipped_policy_loss(
+                        policy_loss, ratio, is_clipped = clipped_policy_loss(
                             new_logprobs, old_logprobs, mb_advantages, args.cliprange
                         )
-                        value_loss = clipped_value_loss(
+                        value_loss, is_value_clipped = clipped_value_loss(
                             new_values, old_values, mb_returns, args.cliprange_value
                         )
                         loss = ((policy_loss + args.vf_coef * value_loss) * mb_valid).sum() / num_tokens
@@ -388,8 +501,6 @@ def train(args):
 
                     with torch.no_grad():
                         log_ratio = new_logprobs - old_logprobs
-                        ratio = log_ratio.clamp(max=40).exp()  # the square of a larger one may be infinite
-                        unclipped_value_loss = 0.5 * (new_values - mb_returns) ** 2
                         # approxkl: KL between the old and the new policy. It is estimated by k2, as in TRL;
                         # CleanRL uses k3 (joschu.net/blog/kl-approx.html compares them).
                         # clipfrac: how often clipping changes the loss (CleanRL: ratios outside the range).
@@ -398,8 +509,8 @@ def train(args):
                             "loss/value_avg": value_loss,
                             "policy/entropy_avg": entropies,
                             "policy/approxkl_avg": 0.5 * log_ratio**2,
-                            "policy/clipfrac_avg": policy_loss > -mb_advantages * ratio,
-                            "val/clipfrac_avg": value_loss > unclipped_value_loss,
+                            "policy/clipfrac_avg": is_clipped,
+                            "val/clipfrac_avg": is_value_clipped,
                             "val/ratio": ratio,
                             "val/ratio_var": (ratio - 1) ** 2,  # becomes the variance below
                         }
@@ -464,7 +575,7 @@ def train(args):
         if args.eval_every and update % args.eval_every == 0 and update < updates:
             trainer_state.global_step = updates  # as in the other evaluations
             with autocast:
-                evaluation, _ = evaluate_dialogs(respond, model.policy, held_out, args, accelerator)
+                evaluation, _ = evaluate(respond, model.policy, held_out, args, accelerator)
             metrics |= {f"eval/{name}": x for name, x in evaluation.items()}
         metrics = run.log(metrics)  # tensors become numbers; raises if one is not finite
         if (scores == scores[0]).all():
@@ -502,9 +613,9 @@ def train(args):
     # 8. Evaluate on the same held-out prompts again, and save the model.
     trainer_state.global_step = updates
     with autocast:
-        after = evaluate_dialogs(respond, model.policy, held_out, args, accelerator)
+        after = evaluate(respond, model.policy, held_out, args, accelerator)
     if accelerator.is_main_process:
-        report_dialog_evaluation(run, tokenizer, held_out["turns"], before, after)
+        report_evaluation(run, tokenizer, held_out["turns"], before, after)
         save_policy_and_value(model, tokenizer, run.folder / "model")
     run.finish()
     return model, run.folder
@@ -513,10 +624,10 @@ def train(args):
 # ---- Evaluation --------------------------------------------------------------------------------------------
 
 
-def evaluate_dialogs(respond, policy, batch, args, accelerator):
+def evaluate(respond, policy, batch, args, accelerator):
     """Answer the held-out prompts, with the same random numbers before and after training.
 
-    respond: rollout_answers, with everything but the prompts filled in. Each process takes its share of the
+    respond: rollout, with everything but the prompts filled in. Each process takes its share of the
     prompts. -> metrics (dict of floats), one dict(last, reference, answer, score) per prompt; scores without
     clip and penalty
     """
@@ -531,14 +642,14 @@ def evaluate_dialogs(respond, policy, batch, args, accelerator):
         "score": b["raw_scores"].tolist(),
         "kl": (b["logprobs"] - b["ref_logprobs"]).sum(1).tolist(),
         "length": b["lengths"].tolist(),
-        "logprobs_of_reference": [score_reference(policy, turn) for turn in share["turns"]],  # one per token
+        "reference_logprobs": [score_reference(policy, turn) for turn in share["turns"]],  # one per token
     }
     rows = accelerate.utils.gather_object(rows_of(columns))  # of all processes, in the order of the prompts
     gathered = {name: [row[name] for row in rows] for name in columns}
     parts = {}
     for name, x in b["parts"].items():
         parts[name] = torch.tensor(accelerate.utils.gather_object(x.tolist()))
-    logprobs_of_references = [x for logprobs in gathered["logprobs_of_reference"] for x in logprobs]
+    logprobs_of_references = [x for logprobs in gathered["reference_logprobs"] for x in logprobs]
     metrics = {
         **text_metrics(gathered["answer"], gathered["reference"]),
         **part_means(parts),
@@ -600,6 +711,192 @@ def score_reference(policy, turn):
     return logprobs[0].tolist()
 
 
+# ---- Rollout -----------------------------------------------------------------------------------------------
+
+
+def draw_batch(turns, start, B, args, purpose):
+    """Prompts, left-padded to the longest of the batch, and random numbers to sample answers with.
+
+    The turns are numbers start to start + B - 1 of an endless stream of shuffled passes. The random numbers
+    depend only on the seed and the purpose: the number of the update, or "held-out".
+    -> dict: turns (list of B), ids [B, C], bool mask [B, C], uniforms [B, T]
+    """
+    turns = [turns[row] for row in stream_rows(len(turns), start, B, args.seed)]
+    prompts = [torch.tensor(turn.prompt_tokens) for turn in turns]
+    lengths = torch.tensor([len(prompt) for prompt in prompts])  # [B]
+    ids = nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left")  # [B, C]
+    mask = length_mask(lengths, ids.shape[1]).flip(1)  # [B, C]
+    generator = generator_for(args.seed, "tokens", purpose)
+    uniforms = torch.rand(B, args.response_length, dtype=torch.float64, generator=generator)
+    return dict(turns=turns, ids=ids, mask=mask, uniforms=uniforms)
+
+
+def stream_rows(num_rows, start, count, seed):
+    """Row numbers start ... start + count - 1 of an endless stream of shuffled passes. -> [count]"""
+    first, last = start // num_rows, (start + count - 1) // num_rows
+    generators = [generator_for(seed, "pass", number) for number in range(first, last + 1)]
+    rows = torch.cat([torch.randperm(num_rows, generator=generator) for generator in generators])
+    return rows[start - first * num_rows :][:count]
+
+
+def generator_for(seed, *purpose):
+    """A random generator for one purpose, such as (seed, "tokens", update), independent of all others."""
+    # random.Random hashes a str with SHA-512, which is the same in every process; hash() is not.
+    return torch.Generator().manual_seed(random.Random(repr((seed, *purpose))).getrandbits(63))
+
+
+@torch.no_grad()
+def rollout(model, ref_model, tokenizer, is_end, get_reward_parts, batch, args):
+    """Sample an answer for each turn, score it, and compute the log-probabilities that PPO calls old.
+
+    batch: from draw_batch; is_end, get_reward_parts: from load_end_criteria, load_reward_parts. Returns
+    - a dict of tensors: ids, mask [B, C + T]; lengths, stopped, raw_scores [B]; logprobs, ref_logprobs,
+      sampling_logprobs, entropies, values [B, T]; and parts, a dict: part of the score -> [B]
+    - answers, a list of B str
+    """
+    model.eval()
+    device = model.value_head.weight.device
+    batch = accelerate.utils.send_to_device(batch, device)
+    prompt_ids, prompt_mask, uniforms = batch["ids"], batch["mask"], batch["uniforms"]  # [B, C] x 2, [B, T]
+    (B, C), T = prompt_ids.shape, args.response_length
+
+    # 1. Generate.
+    tokens = torch.zeros(B, T, dtype=torch.long, device=device)
+    sampling_logprobs = torch.zeros(B, T, device=device)
+    lengths = torch.zeros(B, dtype=torch.long, device=device)
+    stopped = torch.zeros(B, dtype=torch.bool, device=device)
+    for rows in torch.arange(B, device=device).split(args.local_rollout_forward_batch_size):
+        inputs = prompt_ids[rows], prompt_mask[rows], uniforms[rows], is_end, args.temperature
+        tokens[rows], sampling_logprobs[rows], lengths[rows], stopped[rows] = generate(model.policy, *inputs)
+    valid = length_mask(lengths, T)  # [B, T]
+
+    # 2. Decode and score. The reward reads text, because the classifier may have another tokenizer.
+    answer_tokens = list_tokens(tokens, valid)
+    answers = [answer_text(tokenizer, row, args.utterance_end) for row in answer_tokens]
+    parts = get_reward_parts(batch["turns"], answers, answer_tokens)  # name -> [B]
+
+    # 3. Compute log-probabilities and values of the tokens exactly as in the update: with the same forward
+    #    pass, and as many rows at a time. Dropout is 0, so the ratio is 1 until the first optimizer step, up
+    #    to rounding. The log-probabilities from generation differ more, so they are only logged.
+    ids = torch.cat([prompt_ids, tokens], 1)  # [B, C + T]
+    mask = torch.cat([prompt_mask, valid], 1)  # [B, C + T]
+    logprobs, entropies, values, ref_logprobs = torch.zeros(4, B, T, device=ids.device)
+    for rows in lengths.argsort(stable=True).split(args.per_device_train_batch_size):
+        t = lengths[rows].max().item()
+        inputs = ids[rows, : C + t], mask[rows, : C + t], t, args.temperature
+        logprobs[rows, :t], entropies[rows, :t], values[rows, :t] = model(*inputs)
+        ref_logprobs[rows, :t] = reference_logprobs(ref_model, model.policy, *inputs)
+
+    b = {
+        "ids": ids,
+        "mask": mask,
+        "lengths": lengths,
+        "stopped": stopped,
+        "raw_scores": weighted_score(parts, args),
+        "logprobs": logprobs,
+        "ref_logprobs": ref_logprobs,
+        "sampling_logprobs": sampling_logprobs,
+        "entropies": entropies,
+        "values": values,
+        "parts": parts,
+    }
+    return b, answers
+
+
+@torch.no_grad()
+def generate(policy, ids, mask, uniforms, is_end, temperature):
+    """Sample each response until its end mark or T tokens. No top-k, no top-p, no minimum length.
+
+    Left-padded ids, mask [B, C]; uniforms [B, T], one random number per token; is_end: from load_end_criteria
+    -> tokens [B, T] and the log-probabilities they were sampled with, fp32 [B, T], both 0 after the end;
+    lengths [B]; bool [B], True if a response ended by itself
+    """
+    B, T = uniforms.shape
+    body, head = body_and_head(policy)
+    cache = transformers.DynamicCache(config=body.config)
+    hidden = hidden_states(body, ids, mask, cache)[:, -1]  # [B, H]
+    tokens = torch.zeros(B, T, dtype=torch.long, device=ids.device)
+    logprobs = torch.zeros(B, T, device=ids.device)
+    lengths = torch.full([B], T, device=ids.device)
+    stopped = torch.zeros(B, dtype=torch.bool, device=ids.device)
+    rows = torch.arange(B, device=ids.device)  # the rows that are still being written
+    for t in range(T):
+        token, logprob = sample_next(head, hidden, uniforms[rows, t], temperature)  # [rows] each
+        tokens[rows, t], logprobs[rows, t] = token, logprob
+        # Drop the finished rows. Only the response is searched for its end mark: the prompt ends with one.
+        has_ended = is_end(tokens[rows, : t + 1], None)  # [rows]; None instead of logits
+        lengths[rows[has_ended]] = t + 1
+        stopped[rows[has_ended]] = True
+        keep = (~has_ended).nonzero().squeeze(1)
+        if len(keep) == 0 or t + 1 == T:
+            break
+        if len(keep) < len(rows):
+            cache.reorder_cache(keep)  # selects rows (batch_select_indices lacks linear attention)
+            rows, token, mask = rows[keep], token[keep], mask[keep]
+        # Read the token.
+        mask = F.pad(mask, (0, 1), value=True)
+        hidden = hidden_states(body, token[:, None], mask, cache)[:, -1]  # [rows, H]
+    return tokens, logprobs, lengths, stopped
+
+
+def sample_next(head, hidden, uniforms, temperature):
+    """Sample the next token of each row.
+
+    head: the output layer; hidden [B, H]; uniforms [B] -> tokens, log-probabilities [B]
+    """
+    probs = token_logits(hidden, head.weight, temperature, head.bias).softmax(-1)  # [B, V]
+    token = sample_tokens(probs, uniforms)
+    return token, probs.gather(1, token[:, None]).squeeze(1).log()
+
+
+def sample_tokens(probs, uniforms):
+    """Sample one token per row by inverting the cumulative distribution. fp32 [B, V], [B] in [0, 1) -> [B]
+
+    Unlike torch.multinomial, each token depends only on its own row and its own uniform number. So for the
+    same probabilities, the samples are the same no matter how a batch is split. Uniforms and sums are in
+    fp64. In fp32, uniforms would be multiples of 2^-24, which miss most tokens with probabilities below 6e-8,
+    and sums would lose small probabilities.
+    """
+    ends = probs.cumsum(1, dtype=torch.float64)  # [B, V]
+    target = uniforms[:, None] * ends[:, -1:]  # [B, 1]
+    # right=True never selects what has probability 0. With NaN, the index is past the end, hence the clamp.
+    # (Then the loss is NaN too, and the run ends with an error message.)
+    token = torch.searchsorted(ends, target, right=True).squeeze(1)
+    return token.clamp(max=probs.shape[1] - 1)
+
+
+def load_end_criteria(args, tokenizer):
+    """What ends an answer: --utterance-end, and always EOS. -> function: token ids [B, t], None -> bool [B]
+
+    True if the last token completes the mark; that token may go on after it. transformers compares the texts
+    of the last tokens with the mark, so it does not matter how a tokenizer splits the mark, or what it merges
+    the mark with.
+    """
+    if tokenizer.eos_token_id is None:
+        raise UserError("the tokenizer has no EOS token, so no answer could end")
+    criteria = transformers.StoppingCriteriaList([transformers.EosTokenCriteria(tokenizer.eos_token_id)])
+    if args.utterance_end != "eos":
+        mark = args.utterance_end.strip()
+        ids = utterance_ids(tokenizer, ["Yes"], args.utterance_end)
+        if not mark or mark not in tokenizer.decode(ids[0]):
+            raise UserError(f"--utterance-end {mark!r}: it is blank, or the tokenizer cannot write it")
+        criteria.append(transformers.StopStringCriteria(tokenizer, mark))
+    return criteria
+
+
+def answer_text(tokenizer, tokens, end):
+    """The decoded answer without its end mark. Token ids [n] -> str
+
+    Of the special tokens only BOS, EOS and pad are left out: others are text, or the end mark. (The beginning
+    of a mark of several tokens stays, if response_length cuts it off.)
+    """
+    left_out = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
+    text = tokenizer.decode([token for token in tokens if token not in left_out])
+    if end != "eos":
+        text = text.split(end.strip())[0]
+    return text.strip()
+
+
 # ---- Prompts and references --------------------------------------------------------------------------------
 
 
@@ -617,7 +914,7 @@ class Turn:
     is_cut: bool = False  # max_prompt_length cut something off the prompt
 
 
-def load_turns(rows, tokenizer, act_names, args):
+def load_prompts(rows, tokenizer, act_names, args):
     """Every utterance but the first of each dialog. -> list of Turn
 
     act_names: the labels of the intent classifier, for acts 1, 2, ... Turns without an act are left out.
@@ -674,182 +971,10 @@ def context_ids(utterances, args, bos=()):
     return [*bos, *prompt[-max_length:]], is_too_long
 
 
-# ---- Rollout -----------------------------------------------------------------------------------------------
-
-
-def draw_prompts(turns, start, B, args, purpose):
-    """Prompts, left-padded to the longest of the batch, and random numbers to sample answers with.
-
-    The turns are numbers start to start + B - 1 of an endless stream of shuffled passes. The random numbers
-    depend only on the seed and the purpose: the number of the update, or "held-out".
-    -> dict: turns (list of B), ids [B, C], bool mask [B, C], uniforms [B, T]
-    """
-    turns = [turns[row] for row in stream_rows(len(turns), start, B, args.seed)]
-    prompts = [torch.tensor(turn.prompt_tokens) for turn in turns]
-    lengths = torch.tensor([len(prompt) for prompt in prompts])  # [B]
-    ids = nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left")  # [B, C]
-    mask = length_mask(lengths, ids.shape[1]).flip(1)  # [B, C]
-    generator = generator_for(args.seed, "tokens", purpose)
-    uniforms = torch.rand(B, args.response_length, dtype=torch.float64, generator=generator)
-    return dict(turns=turns, ids=ids, mask=mask, uniforms=uniforms)
-
-
-def generator_for(seed, *purpose):
-    """A random generator for one purpose, such as (seed, "tokens", update), independent of all others."""
-    # random.Random hashes a str with SHA-512, which is the same in every process; hash() is not.
-    return torch.Generator().manual_seed(random.Random(repr((seed, *purpose))).getrandbits(63))
-
-
-def stream_rows(num_rows, start, count, seed):
-    """Row numbers start ... start + count - 1 of an endless stream of shuffled passes. -> [count]"""
-    first, last = start // num_rows, (start + count - 1) // num_rows
-    generators = [generator_for(seed, "pass", number) for number in range(first, last + 1)]
-    rows = torch.cat([torch.randperm(num_rows, generator=generator) for generator in generators])
-    return rows[start - first * num_rows :][:count]
-
-
-@torch.no_grad()
-def rollout_answers(model, ref_model, tokenizer, is_end, get_reward_parts, batch, args):
-    """Sample an answer for each turn, score it, and compute the log-probabilities that PPO calls old.
-
-    batch: from draw_prompts; is_end, get_reward_parts: from load_end_criteria, load_reward_parts. Returns
-    - a dict of tensors: ids, mask [B, C + T]; lengths, stopped, raw_scores [B]; logprobs, ref_logprobs,
-      sampling_logprobs, entropies, values [B, T]; and parts, a dict: part of the score -> [B]
-    - answers, a list of B str
-    """
-    model.eval()
-    device = model.value_head.weight.device
-    batch = accelerate.utils.send_to_device(batch, device)
-    prompt_ids, prompt_mask, uniforms = batch["ids"], batch["mask"], batch["uniforms"]  # [B, C] x 2, [B, T]
-    (B, C), T = prompt_ids.shape, args.response_length
-
-    # 1. Generate.
-    tokens = torch.zeros(B, T, dtype=torch.long, device=device)
-    sampling_logprobs = torch.zeros(B, T, device=device)
-    lengths = torch.zeros(B, dtype=torch.long, device=device)
-    stopped = torch.zeros(B, dtype=torch.bool, device=device)
-    for rows in torch.arange(B, device=device).split(args.local_rollout_forward_batch_size):
-        inputs = prompt_ids[rows], prompt_mask[rows], uniforms[rows], is_end, args.temperature
-        tokens[rows], sampling_logprobs[rows], lengths[rows], stopped[rows] = generate_until(
-            model.policy, *inputs
-        )
-    valid = length_mask(lengths, T)  # [B, T]
-
-    # 2. Decode and score. The reward reads text, because the classifier may have another tokenizer.
-    answer_tokens = list_tokens(tokens, valid)
-    answers = [answer_text(tokenizer, row, args.utterance_end) for row in answer_tokens]
-    parts = get_reward_parts(batch["turns"], answers, answer_tokens)  # name -> [B]
-
-    # 3. Compute log-probabilities and values of the tokens exactly as in the update: with the same forward
-    #    pass, and as many rows at a time. Dropout is 0, so the ratio is 1 until the first optimizer step, up
-    #    to rounding. The log-probabilities from generation differ more, so they are only logged.
-    ids = torch.cat([prompt_ids, tokens], 1)  # [B, C + T]
-    mask = torch.cat([prompt_mask, valid], 1)  # [B, C + T]
-    logprobs, entropies, values, ref_logprobs = torch.zeros(4, B, T, device=ids.device)
-    for rows in lengths.argsort(stable=True).split(args.per_device_train_batch_size):
-        t = lengths[rows].max().item()
-        inputs = ids[rows, : C + t], mask[rows, : C + t], t, args.temperature
-        logprobs[rows, :t], entropies[rows, :t], values[rows, :t] = model(*inputs)
-        ref_logprobs[rows, :t] = reference_logprobs(ref_model, model.policy, *inputs)
-
-    b = {
-        "ids": ids,
-        "mask": mask,
-        "lengths": lengths,
-        "stopped": stopped,
-        "raw_scores": weighted_score(parts, args),
-        "logprobs": logprobs,
-        "ref_logprobs": ref_logprobs,
-        "sampling_logprobs": sampling_logprobs,
-        "entropies": entropies,
-        "values": values,
-        "parts": parts,
-    }
-    return b, answers
-
-
-@torch.no_grad()
-def generate_until(policy, ids, mask, uniforms, is_end, temperature):
-    """Sample each response until its end mark or T tokens. No top-k, no top-p, no minimum length.
-
-    Left-padded ids, mask [B, C]; uniforms [B, T], one random number per token; is_end: from load_end_criteria
-    -> tokens [B, T] and the log-probabilities they were sampled with, fp32 [B, T], both 0 after the end;
-    lengths [B]; bool [B], True if a response ended by itself
-    """
-    B, T = uniforms.shape
-    body, head = body_and_head(policy)
-    cache = transformers.DynamicCache(config=body.config)
-    hidden = hidden_states(body, ids, mask, cache)[:, -1]  # [B, H]
-    tokens = torch.zeros(B, T, dtype=torch.long, device=ids.device)
-    logprobs = torch.zeros(B, T, device=ids.device)
-    lengths = torch.full([B], T, device=ids.device)
-    stopped = torch.zeros(B, dtype=torch.bool, device=ids.device)
-    rows = torch.arange(B, device=ids.device)  # the rows that are still being written
-    for t in range(T):
-        token, logprob = sample_next(head, hidden, uniforms[rows, t], temperature)  # [rows] each
-        tokens[rows, t], logprobs[rows, t] = token, logprob
-        # Drop the finished rows. Only the response is searched for its end mark: the prompt ends with one.
-        has_ended = is_end(tokens[rows, : t + 1], None)  # [rows]; None instead of logits
-        lengths[rows[has_ended]] = t + 1
-        stopped[rows[has_ended]] = True
-        keep = (~has_ended).nonzero().squeeze(1)
-        if len(keep) == 0 or t + 1 == T:
-            break
-        if len(keep) < len(rows):
-            cache.reorder_cache(keep)  # selects rows (batch_select_indices lacks linear attention)
-            rows, token, mask = rows[keep], token[keep], mask[keep]
-        # Read the token.
-        mask = F.pad(mask, (0, 1), value=True)
-        hidden = hidden_states(body, token[:, None], mask, cache)[:, -1]  # [rows, H]
-    return tokens, logprobs, lengths, stopped
-
-
-def sample_next(head, hidden, uniforms, temperature):
-    """Sample the next token of each row.
-
-    head: the output layer; hidden [B, H]; uniforms [B] -> tokens, log-probabilities [B]
-    """
-    probs = token_logits(hidden, head.weight, temperature, head.bias).softmax(-1)  # [B, V]
-    token = sample_tokens(probs, uniforms)
-    return token, probs.gather(1, token[:, None]).squeeze(1).log()
-
-
-def load_end_criteria(args, tokenizer):
-    """What ends an answer: --utterance-end, and always EOS. -> function: token ids [B, t], None -> bool [B]
-
-    True if the last token completes the mark; that token may go on after it. transformers compares the texts
-    of the last tokens with the mark, so it does not matter how a tokenizer splits the mark, or what it merges
-    the mark with.
-    """
-    if tokenizer.eos_token_id is None:
-        raise UserError("the tokenizer has no EOS token, so no answer could end")
-    criteria = transformers.StoppingCriteriaList([transformers.EosTokenCriteria(tokenizer.eos_token_id)])
-    if args.utterance_end != "eos":
-        mark = args.utterance_end.strip()
-        ids = utterance_ids(tokenizer, ["Yes"], args.utterance_end)
-        if not mark or mark not in tokenizer.decode(ids[0]):
-            raise UserError(f"--utterance-end {mark!r}: it is blank, or the tokenizer cannot write it")
-        criteria.append(transformers.StopStringCriteria(tokenizer, mark))
-    return criteria
-
-
-def answer_text(tokenizer, tokens, end):
-    """The decoded answer without its end mark. Token ids [n] -> str
-
-    Of the special tokens only BOS, EOS and pad are left out: others are text, or the end mark. (The beginning
-    of a mark of several tokens stays, if response_length cuts it off.)
-    """
-    left_out = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id}
-    text = tokenizer.decode([token for token in tokens if token not in left_out])
-    if end != "eos":
-        text = text.split(end.strip())[0]
-    return text.strip()
-
-
 # ---- Reward ------------------------------------------------------------------------------------------------
 
 
-def load_reward_parts(args, device, trainer_state):
+def load_reward(args, device, trainer_state):
     """Load what the reward needs. -> get_reward_parts, and the names of the classifier's acts (None: no
     classifier)
 
@@ -870,7 +995,7 @@ def load_reward_parts(args, device, trainer_state):
         if classify is not None:
             previous = [turn.context[-1] for turn in turns]
             probs = classify(intent_texts(previous, answers)).softmax(-1)  # [B, acts]
-            # Label i of the classifier is act i + 1. (load_turns has left out turns without an act.)
+            # Label i of the classifier is act i + 1. (load_prompts has left out turns without an act.)
             acts = torch.tensor([turn.act - 1 for turn in turns], dtype=torch.long, device=device)  # [B]
             probability = probs.gather(1, acts[:, None]).squeeze(1)  # [B]
             match = (probs.argmax(-1) == acts).float()  # [B]
@@ -1076,130 +1201,6 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-# ---- Math: pure functions of tensors -----------------------------------------------------------------------
-
-
-def sample_tokens(probs, uniforms):
-    """Sample one token per row by inverting the cumulative distribution. fp32 [B, V], [B] in [0, 1) -> [B]
-
-    Unlike torch.multinomial, each token depends only on its own row and its own uniform number. So for the
-    same probabilities, the samples are the same no matter how a batch is split. Uniforms and sums are in
-    fp64. In fp32, uniforms would be multiples of 2^-24, which miss most tokens with probabilities below 6e-8,
-    and sums would lose small probabilities.
-    """
-    ends = probs.cumsum(1, dtype=torch.float64)  # [B, V]
-    target = uniforms[:, None] * ends[:, -1:]  # [B, 1]
-    # right=True never selects what has probability 0. With NaN, the index is past the end, hence the clamp.
-    # (Then the loss is NaN too, and the run ends with an error message.)
-    token = torch.searchsorted(ends, target, right=True).squeeze(1)
-    return token.clamp(max=probs.shape[1] - 1)
-
-
-def length_mask(lengths, max_length):
-    """True on the first `lengths` positions of each row. [B] -> bool [B, max_length]"""
-    return torch.arange(max_length, device=lengths.device) < lengths[:, None]
-
-
-def token_rewards(scores, kl, lengths, kl_coef):
-    """The KL penalty on every valid token, plus the score on the last one. [B], [B, T], [B] -> [B, T]"""
-    mask = length_mask(lengths, kl.shape[1])
-    rewards = torch.where(mask, -kl_coef * kl, 0.0)
-    last = lengths[:, None] - 1  # [B, 1]
-    return rewards.scatter_add(1, last, scores[:, None].to(rewards.dtype))
-
-
-def masked_mean(values, mask):
-    """Mean over the valid positions. Any shape -> scalar"""
-    return torch.where(mask, values, 0.0).float().sum() / mask.sum()
-
-
-def masked_whiten(values, mask, shift_mean=True):
-    """(x - mean) / std over the valid positions, 0 elsewhere. [B, T] -> [B, T]
-
-    shift_mean=False adds the mean back. The variance is the population's, like tf.nn.moments in
-    openai/lm-human-preferences (TRL uses the unbiased one). A single valid value is returned unchanged.
-    """
-    values = torch.where(mask, values, 0.0).float()
-    if mask.sum() < 2:
-        return values
-    mean = masked_mean(values, mask)
-    variance = masked_mean((values - mean) ** 2, mask)
-    whitened = (values - mean) * torch.rsqrt(variance + 1e-8)
-    if not shift_mean:
-        whitened = whitened + mean
-    return torch.where(mask, whitened, 0.0)
-
-
-def gae(rewards, values, mask, gamma, lam):
-    """Generalized advantage estimation (Schulman et al. 2016, eq. 16). [B, T] each -> advantages, returns
-
-    The value after the last valid token is 0, even if the response was cut off: the score is that of
-    exactly this text, so the episode ends there.
-    """
-    rewards = torch.where(mask, rewards, 0.0).float()
-    values = torch.where(mask, values, 0.0).float()
-    advantages = torch.zeros_like(rewards)
-    next_advantage = torch.zeros_like(rewards[:, 0])  # [B]
-    next_value = torch.zeros_like(rewards[:, 0])  # [B]
-    for t in reversed(range(rewards.shape[1])):
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        advantages[:, t] = delta + gamma * lam * next_advantage
-        next_advantage = advantages[:, t]
-        next_value = values[:, t]
-    returns = advantages + values
-    return advantages, returns
-
-
-def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
-    """PPO's clipped objective, negated (Schulman et al. 2017, eq. 7). Any shape -> same shape, unreduced"""
-    assert logprobs.shape == old_logprobs.shape == advantages.shape  # [n] and [n, 1] would give [n, n]
-    log_ratio = logprobs - old_logprobs
-    ratio = torch.exp(log_ratio.clamp(max=40))  # inf times an advantage or gradient of 0 is nan
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
-    return torch.max(unclipped, clipped)
-
-
-def clipped_value_loss(values, old_values, returns, cliprange_value):
-    """Half the larger of two squared errors: the value's, and that of the value clipped to old_values +-
-    cliprange_value. Any shape -> same shape, unreduced
-    """
-    assert values.shape == old_values.shape == returns.shape
-    clipped_values = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
-    unclipped = (values - returns) ** 2
-    clipped = (clipped_values - returns) ** 2
-    return 0.5 * torch.max(unclipped, clipped)
-
-
-def adaptive_kl_coef(kl_coef, kl, target, horizon, episodes):
-    """The KL coefficient after `episodes` responses with a mean KL of `kl` nats each.
-
-    A proportional controller (Ziegler et al. 2019, section 2.2). In `horizon` episodes the coefficient
-    changes by about 20 % at most. -> float
-    """
-    error = kl / target - 1
-    error = min(max(error, -0.2), 0.2)
-    return kl_coef * (1 + error * episodes / horizon)
-
-
-def learning_rate(args, update, updates):
-    """The learning rate in update 1, 2, ..., updates. -> float
-
-    It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls towards 0: along
-    a line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
-    """
-    warmup = math.ceil(args.warmup_ratio * updates)
-    if update <= warmup:
-        return args.learning_rate * update / warmup
-    progress = (update - 1 - warmup) / (updates - warmup)  # from 0 to less than 1
-    factors = {
-        "constant": 1.0,
-        "linear": 1.0 - progress,
-        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
-    }
-    return args.learning_rate * factors[args.lr_scheduler_type]
-
-
 # ============================================================================================================
 # Part II: infrastructure. Nothing below is needed to understand PPO: it covers models, rewards, data, files
 # and flags. The scripts share these functions, copied verbatim, so some arguments are not used in this one.
@@ -1300,6 +1301,64 @@ def refuse_appended_eos(tokenizer, name):
         raise UserError(f"{name}: its tokenizer appends EOS to every text; set add_eos_token to false")
 
 
+@torch.no_grad()
+def check_model(lm, name, max_tokens):
+    """Refuse a model unless sampling, update and the model itself compute the same log-probabilities.
+
+    This samples a few tokens after two left-padded prompts. Prompt and response have max_tokens tokens
+    together, so that a sliding window shows too. The first response ends with its first token, so its row
+    leaves the cache.
+    """
+    if context_length(lm.config) < max_tokens:
+        raise UserError(
+            f"{name} reads fewer tokens than the {max_tokens} of prompt and response together: lower "
+            "--max-prompt-length or --response-length"
+        )
+    C, T, device = max(max_tokens - 4, 4), 4, lm.device
+    prompt_lengths = torch.tensor([C // 2, C - 1], device=device)
+    ids = torch.randint(lm.config.get_text_config().vocab_size, (2, C), device=device)
+    mask = length_mask(prompt_lengths, C).flip(1)
+    uniforms = torch.rand(2, T, dtype=torch.float64, device=device)
+    row_ends = torch.tensor([True, False], device=device)
+
+    def is_end(tokens, logits):
+        return row_ends if len(tokens) == 2 else row_ends[1:]  # then only the second row is left
+
+    tokens, sampled, lengths, _ = generate(lm.eval(), ids, mask, uniforms, is_end, 1.0)
+    ids, mask = torch.cat([ids, tokens], 1), torch.cat([mask, length_mask(lengths, T)], 1)
+    updated, _, _ = response_logprobs(lm.train(), ids, mask, T, 1.0)  # [2, T]
+    compare_logprobs(lm, name, ids, mask, lengths, sampled, updated)
+
+
+def compare_logprobs(lm, name, ids, mask, lengths, *ours):
+    """Refuse a model whose own log-probabilities of the responses differ from those that we computed.
+
+    ids, mask [B, C + T]; lengths of the responses [B]; ours: computed in two ways, [B, T] each
+    """
+    # Some models squash their logits: Gemma 2 computes 30 * tanh(logits / 30). That shows only when
+    # logits are large. So they are multiplied by 64 before the tanh, and divided by 64 after it.
+    hook = lm.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: 64 * logits)
+    own = torch.zeros(len(ids), device=ids.device)  # sums over the tokens of a response
+    for row, length in enumerate(lengths.tolist()):
+        text = ids[row, mask[row]]  # without padding
+        logits = lm(text[None], logits_to_keep=length + 1).logits[0, :-1].float() / 64  # [length, V]
+        own[row] = -F.cross_entropy(logits, text[-length:], reduction="sum")
+    hook.remove()
+    gap = (torch.stack(ours).sum(2) - own).abs().max()
+    if not gap < (0.3 if getattr(lm, "is_quantized", False) else 0.1):  # 8-bit weights are rounded
+        raise UserError(f"{name} does not work here: its own log-probabilities differ from ours by {gap:.2g}")
+
+
+@torch.no_grad()
+def check_critic(critic, name):
+    """Refuse a critic unless it reads from left to right, after padding too."""
+    ids = torch.arange(8)[None]  # [1, 8]: 0 and 1 are pads, and 7 is a token that 2 to 6 must not see
+    alone = critic(ids[:, 2:7]).last_hidden_state  # [1, 5, H]
+    padded = hidden_states(critic, ids, ids >= 2)[:, 2:7]
+    if not torch.allclose(padded, alone, 1e-3, 1e-3):
+        raise UserError(f"--value-model-path {name}: it sees later tokens, or cannot read left-padded rows")
+
+
 def trainable(module):
     """The parameters that the optimizer trains and a checkpoint holds. -> dict: name -> parameter"""
     return {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -1327,54 +1386,6 @@ def add_lora(model, args):
     if any(hasattr(x, "base_layer") for x in (base.get_input_embeddings(), base.get_output_embeddings())):
         raise UserError("--lora-target-modules: embeddings and the output layer cannot have an adapter")
     return model
-
-
-@torch.no_grad()
-def check_dialog_model(lm, name, max_tokens):
-    """Refuse a model unless sampling, update and the model itself compute the same log-probabilities.
-
-    This samples a few tokens after two left-padded prompts. Prompt and response have max_tokens tokens
-    together, so that a sliding window shows too. The first response ends with its first token, so its row
-    leaves the cache.
-    """
-    if context_length(lm.config) < max_tokens:
-        raise UserError(
-            f"{name} reads fewer tokens than the {max_tokens} of prompt and response together: lower "
-            "--max-prompt-length or --response-length"
-        )
-    C, T, device = max(max_tokens - 4, 4), 4, lm.device
-    prompt_lengths = torch.tensor([C // 2, C - 1], device=device)
-    ids = torch.randint(lm.config.get_text_config().vocab_size, (2, C), device=device)
-    mask = length_mask(prompt_lengths, C).flip(1)
-    uniforms = torch.rand(2, T, dtype=torch.float64, device=device)
-    row_ends = torch.tensor([True, False], device=device)
-
-    def is_end(tokens, logits):
-        return row_ends if len(tokens) == 2 else row_ends[1:]  # then only the second row is left
-
-    tokens, sampled, lengths, _ = generate_until(lm.eval(), ids, mask, uniforms, is_end, 1.0)
-    ids, mask = torch.cat([ids, tokens], 1), torch.cat([mask, length_mask(lengths, T)], 1)
-    updated, _, _ = response_logprobs(lm.train(), ids, mask, T, 1.0)  # [2, T]
-    compare_logprobs(lm, name, ids, mask, lengths, sampled, updated)
-
-
-def compare_logprobs(lm, name, ids, mask, lengths, *ours):
-    """Refuse a model whose own log-probabilities of the responses differ from those that we computed.
-
-    ids, mask [B, C + T]; lengths of the responses [B]; ours: computed in two ways, [B, T] each
-    """
-    # Some models squash their logits: Gemma 2 computes 30 * tanh(logits / 30). That shows only when
-    # logits are large. So they are multiplied by 64 before the tanh, and divided by 64 after it.
-    hook = lm.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: 64 * logits)
-    own = torch.zeros(len(ids), device=ids.device)  # sums over the tokens of a response
-    for row, length in enumerate(lengths.tolist()):
-        text = ids[row, mask[row]]  # without padding
-        logits = lm(text[None], logits_to_keep=length + 1).logits[0, :-1].float() / 64  # [length, V]
-        own[row] = -F.cross_entropy(logits, text[-length:], reduction="sum")
-    hook.remove()
-    gap = (torch.stack(ours).sum(2) - own).abs().max()
-    if not gap < (0.3 if getattr(lm, "is_quantized", False) else 0.1):  # 8-bit weights are rounded
-        raise UserError(f"{name} does not work here: its own log-probabilities differ from ours by {gap:.2g}")
 
 
 def freeze_layers(policy, count):
@@ -1445,16 +1456,6 @@ def load_policy_and_value(args, device):
         accelerate.PartialState().print(f"the value head starts from {saved_head}")
         model.value_head.load_state_dict(load_file(saved_head))
     return model.to(device), ref_model
-
-
-@torch.no_grad()
-def check_critic(critic, name):
-    """Refuse a critic unless it reads from left to right, after padding too."""
-    ids = torch.arange(8)[None]  # [1, 8]: 0 and 1 are pads, and 7 is a token that 2 to 6 must not see
-    alone = critic(ids[:, 2:7]).last_hidden_state  # [1, 5, H]
-    padded = hidden_states(critic, ids, ids >= 2)[:, 2:7]
-    if not torch.allclose(padded, alone, 1e-3, 1e-3):
-        raise UserError(f"--value-model-path {name}: it sees later tokens, or cannot read left-padded rows")
 
 
 def save_policy(policy, tokenizer, folder):
@@ -1739,7 +1740,7 @@ def load_dialogs(rows):
 
 
 def count_turns(rows):
-    """The number of utterances that answer another one, including those that load_turns leaves out."""
+    """The number of utterances that answer another one, including those that load_prompts leaves out."""
     dialogs = [row["dialog"] for row in rows if isinstance(row.get("dialog"), list)]
     return sum(max(len(dialog) - 1, 0) for dialog in dialogs)
 
@@ -1821,11 +1822,6 @@ def make_learner(model, args, accelerator):
     return accelerator.prepare(learner, optimizer_class(trainable(learner).values(), **options))
 
 
-def unshard(x):
-    """Gather a tensor that FSDP2 has cut into shards; return anything else unchanged."""
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
-
-
 @torch.no_grad()
 def copy_weights(learner, model):
     """Copy the trained weights into the whole model, if they are shards of a copy."""
@@ -1837,6 +1833,11 @@ def copy_weights(learner, model):
 
             with deepspeed.zero.GatheredParameters([trained]):
                 p.copy_(trained)
+
+
+def unshard(x):
+    """Gather a tensor that FSDP2 has cut into shards; return anything else unchanged."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def performance_metrics(start_time, rollout_end, num_tokens, device):
@@ -2091,8 +2092,8 @@ def rows_of(columns):
     return [dict(zip(columns, row)) for row in zip(*columns.values())]
 
 
-def report_dialog_evaluation(run, tokenizer, turns, before, after):
-    """The final tables, evaluation.json and evaluation_samples.jsonl. before, after: from evaluate_dialogs"""
+def report_evaluation(run, tokenizer, turns, before, after):
+    """The final tables, evaluation.json and evaluation_samples.jsonl. before, after: from evaluate"""
     metrics_before, samples_before = before
     metrics_after, samples_after = after
     rows = []
@@ -2168,7 +2169,7 @@ def chat(argv):
     refuse_appended_eos(tokenizer, name)
     is_end = load_end_criteria(args, tokenizer)
     model = load_model(AutoModelForCausalLM, name).to(device)
-    check_dialog_model(model, name, args.max_prompt_length + args.response_length)
+    check_model(model, name, args.max_prompt_length + args.response_length)
     model.eval()
     bos = tokenizer("").input_ids
     torch.manual_seed(args.seed)
@@ -2189,7 +2190,7 @@ def chat(argv):
                 ids = torch.tensor([prompt], device=device)  # [1, C]
                 mask = torch.ones_like(ids, dtype=torch.bool)
                 uniforms = torch.rand(1, args.response_length, dtype=torch.float64, device=device)
-                tokens, _, length, _ = generate_until(model, ids, mask, uniforms, is_end, args.temperature)
+                tokens, _, length, _ = generate(model, ids, mask, uniforms, is_end, args.temperature)
                 answer = answer_text(tokenizer, tokens[0, :length].tolist(), args.utterance_end)
                 print(f"> Bot: {answer}")
                 if answer:
@@ -2237,6 +2238,7 @@ MAY_CHANGE = (
     *("total_episodes", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("local_rollout_forward_batch_size", "gradient_checkpointing"),
 )
+
 
 # Flags of all scripts with which a recipe describes its own data.
 DESCRIBE_DATA = (

@@ -68,6 +68,8 @@ class Args:
     max_grad_norm: float = 1.0  # clip the gradient to this norm
 
 
+# ---- Math: pure functions of tensors -----------------------------------------------------------------------
+#
 # Shapes: B responses, n in a minibatch, C = query_max_length positions of the prompt, T = response_length
 # positions of the response, V tokens in the vocabulary, H hidden units. A row of C + T tokens is a
 # left-padded prompt and a right-padded response, here with C = 4 and T = 5:
@@ -75,6 +77,61 @@ class Args:
 #     pad    pad    The    film  | was    good   EOS    pad    pad       length of the response: 3
 #
 # A pad may be any token: the mask hides it from the tokens after it, and from the loss.
+#
+# token_rewards, masked_whiten and gae mask what they get. train masks the two losses.
+
+
+def length_mask(lengths, max_length):
+    """True on the first `lengths` positions of each row. [B] -> bool [B, max_length]"""
+    return torch.arange(max_length, device=lengths.device) < lengths[:, None]
+
+
+def token_rewards(scores, kl, lengths, kl_coef):
+    """The KL penalty on every valid token, plus the score on the last one. [B], [B, T], [B] -> [B, T]"""
+    mask = length_mask(lengths, kl.shape[1])
+    rewards = torch.where(mask, -kl_coef * kl, 0.0)
+    last = lengths[:, None] - 1  # [B, 1]
+    return rewards.scatter_add(1, last, scores[:, None].to(rewards.dtype))
+
+
+def masked_whiten(values, mask):
+    """(x - mean) / std over the valid positions, 0 elsewhere. [B, T] -> [B, T]"""
+    variance, mean = torch.var_mean(values[mask], correction=0)
+    return torch.where(mask, (values - mean) * torch.rsqrt(variance + 1e-8), 0.0)
+
+
+def gae(rewards, values, mask, gamma, lam):
+    """Generalized advantage estimation (Schulman et al. 2016, eq. 16). [B, T] each -> advantages, returns
+
+    The value after the last valid token is 0, even if the response was cut off: the score is that of
+    exactly this text, so the episode ends there.
+    """
+    rewards = torch.where(mask, rewards, 0.0).float()
+    values = torch.where(mask, values, 0.0).float()
+    advantages = torch.zeros_like(rewards)
+    next_advantage = torch.zeros_like(rewards[:, 0])  # [B]
+    next_value = torch.zeros_like(rewards[:, 0])  # [B]
+    for t in reversed(range(rewards.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantages[:, t] = delta + gamma * lam * next_advantage
+        next_advantage = advantages[:, t]
+        next_value = values[:, t]
+    returns = advantages + values
+    return advantages, returns
+
+
+def adaptive_kl_coef(kl_coef, kl, target, horizon, episodes):
+    """The KL coefficient after `episodes` responses with a mean KL of `kl` nats each.
+
+    A proportional controller (Ziegler et al. 2019, section 2.2). In `horizon` episodes the coefficient
+    changes by about 20 % at most. -> float
+    """
+    error = kl / target - 1
+    error = min(max(error, -0.2), 0.2)
+    return kl_coef * (1 + error * episodes / horizon)
+
+
+# ---- Training ----------------------------------------------------------------------------------------------
 
 
 def train(args):
@@ -92,8 +149,8 @@ def train(args):
     ref_model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path).eval()
     optimizer = torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True)
     # Row i has the first C tokens of the review for episode i: its prompt is the beginning of that.
-    train_reviews = load_reviews("train", updates * B, tokenizer, args)  # [updates * B, C]
-    held_out_reviews = load_reviews("test", args.num_eval_prompts, tokenizer, args)  # [num_eval_prompts, C]
+    train_reviews = load_prompts("train", updates * B, tokenizer, args)  # [updates * B, C]
+    held_out_reviews = load_prompts("test", args.num_eval_prompts, tokenizer, args)  # [num_eval_prompts, C]
     score_label = load_label_scorer(args)
 
     # The evaluations before and after training use the same prompts and random numbers.
@@ -134,18 +191,31 @@ def train(args):
                 old_logprobs, old_values = b["logprobs"][rows], b["values"][rows]  # [n, T]
                 mb_advantages, mb_returns = advantages[rows], returns[rows]  # [n, T]
                 new_logprobs, entropies, new_values = model(b["ids"][rows], b["mask"][rows], T)  # [n, T] each
-                policy_loss = clipped_policy_loss(new_logprobs, old_logprobs, mb_advantages, args.cliprange)
-                value_loss = clipped_value_loss(new_values, old_values, mb_returns, args.cliprange_value)
-                loss = ((policy_loss + args.vf_coef * value_loss) * mb_valid).sum() / mb_valid.sum()
+
+                # Policy loss (Schulman et al. 2017, eq. 7)
+                log_ratio = new_logprobs - old_logprobs
+                ratio = log_ratio.clamp(max=40).exp()  # inf times an advantage or gradient of 0 is nan
+                pg_loss1 = -mb_advantages * ratio
+                pg_loss2 = -mb_advantages * ratio.clamp(1 - args.cliprange, 1 + args.cliprange)
+                pg_loss = torch.max(pg_loss1, pg_loss2)  # [n, T]
+
+                # Value loss: the value may move by at most cliprange_value, or else the larger error counts.
+                v_clipped = new_values.clamp(
+                    old_values - args.cliprange_value, old_values + args.cliprange_value
+                )
+                v_loss_unclipped = (new_values - mb_returns) ** 2
+                v_loss_clipped = (v_clipped - mb_returns) ** 2
+                v_loss = 0.5 * torch.max(v_loss_unclipped, v_loss_clipped)  # [n, T]
+
+                loss = ((pg_loss + args.vf_coef * v_loss) * mb_valid).sum() / mb_valid.sum()
                 loss.backward()
                 nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
                 optimizer.step()
                 optimizer.zero_grad()
 
-                log_ratio = new_logprobs - old_logprobs
                 token_metrics = {
-                    "loss/policy_avg": policy_loss,
-                    "loss/value_avg": value_loss,
+                    "loss/policy_avg": pg_loss,
+                    "loss/value_avg": v_loss,
                     "policy/entropy_avg": entropies,
                     "policy/approxkl_avg": 0.5 * log_ratio**2,  # estimates the KL of old and new policy
                 }
@@ -182,7 +252,7 @@ def train(args):
 # ---- Rollout -----------------------------------------------------------------------------------------------
 
 
-def load_reviews(split, count, tokenizer, args):
+def load_prompts(split, count, tokenizer, args):
     """The first query_max_length tokens of `count` reviews, from shuffled passes over the data. -> [count, C]
 
     All reviews must have that many tokens.
@@ -291,6 +361,27 @@ def generate(policy, ids, mask, uniforms):
     return torch.cat(tokens, 1)
 
 
+def sample_tokens(probs, uniforms):
+    """Sample one token per row by inverting the cumulative distribution. [B, V], [B] in [0, 1) -> [B]
+
+    Like torch.multinomial, but the same uniforms always give the same tokens: before and after training can
+    be compared.
+    """
+    ends = probs.cumsum(1, dtype=torch.float64)  # [B, V]; sums in fp32 would lose small probabilities
+    target = uniforms[:, None] * ends[:, -1:]  # [B, 1]
+    return torch.searchsorted(ends, target, right=True).squeeze(1)
+
+
+def response_lengths(tokens, stop_token_id):
+    """Number of tokens up to and including the first stop token; T if there is none. [B, T] -> [B]
+
+    stop_token_id: one id, or a tensor of several
+    """
+    T = tokens.shape[1]
+    position = torch.arange(1, T + 1, device=tokens.device)  # [T]
+    return torch.where(torch.isin(tokens, stop_token_id), position, T).amin(1)
+
+
 # ---- Policy, value function, reference ---------------------------------------------------------------------
 
 
@@ -331,104 +422,6 @@ def response_logprobs(lm, ids, mask, T):
     entropies = -(log_p.exp() * log_p).sum(2)  # [B, T]
     valid = mask[:, -T:]
     return torch.where(valid, logprobs, 0.0), torch.where(valid, entropies, 0.0), hidden
-
-
-# ---- Math: pure functions of tensors -----------------------------------------------------------------------
-#
-# They are those of ppo_sentiment.py. token_rewards, masked_whiten and gae mask what they get. The two losses
-# do not: train masks and averages them.
-
-
-def sample_tokens(probs, uniforms):
-    """Sample one token per row by inverting the cumulative distribution. [B, V], [B] in [0, 1) -> [B]
-
-    Like torch.multinomial, but the same uniforms always give the same tokens: before and after training can
-    be compared.
-    """
-    ends = probs.cumsum(1, dtype=torch.float64)  # [B, V]; sums in fp32 would lose small probabilities
-    target = uniforms[:, None] * ends[:, -1:]  # [B, 1]
-    return torch.searchsorted(ends, target, right=True).squeeze(1)
-
-
-def response_lengths(tokens, stop_token_id):
-    """Number of tokens up to and including the first stop token; T if there is none. [B, T] -> [B]
-
-    stop_token_id: one id, or a tensor of several
-    """
-    T = tokens.shape[1]
-    position = torch.arange(1, T + 1, device=tokens.device)  # [T]
-    return torch.where(torch.isin(tokens, stop_token_id), position, T).amin(1)
-
-
-def length_mask(lengths, max_length):
-    """True on the first `lengths` positions of each row. [B] -> bool [B, max_length]"""
-    return torch.arange(max_length, device=lengths.device) < lengths[:, None]
-
-
-def token_rewards(scores, kl, lengths, kl_coef):
-    """The KL penalty on every valid token, plus the score on the last one. [B], [B, T], [B] -> [B, T]"""
-    mask = length_mask(lengths, kl.shape[1])
-    rewards = torch.where(mask, -kl_coef * kl, 0.0)
-    last = lengths[:, None] - 1  # [B, 1]
-    return rewards.scatter_add(1, last, scores[:, None].to(rewards.dtype))
-
-
-def masked_whiten(values, mask):
-    """(x - mean) / std over the valid positions, 0 elsewhere. [B, T] -> [B, T]"""
-    variance, mean = torch.var_mean(values[mask], correction=0)
-    return torch.where(mask, (values - mean) * torch.rsqrt(variance + 1e-8), 0.0)
-
-
-def gae(rewards, values, mask, gamma, lam):
-    """Generalized advantage estimation (Schulman et al. 2016, eq. 16). [B, T] each -> advantages, returns
-
-    The value after the last valid token is 0, even if the response was cut off: the score is that of
-    exactly this text, so the episode ends there.
-    """
-    rewards = torch.where(mask, rewards, 0.0).float()
-    values = torch.where(mask, values, 0.0).float()
-    advantages = torch.zeros_like(rewards)
-    next_advantage = torch.zeros_like(rewards[:, 0])  # [B]
-    next_value = torch.zeros_like(rewards[:, 0])  # [B]
-    for t in reversed(range(rewards.shape[1])):
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        advantages[:, t] = delta + gamma * lam * next_advantage
-        next_advantage = advantages[:, t]
-        next_value = values[:, t]
-    returns = advantages + values
-    return advantages, returns
-
-
-def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
-    """PPO's clipped objective, negated (Schulman et al. 2017, eq. 7). Any shape -> same shape, unreduced"""
-    assert logprobs.shape == old_logprobs.shape == advantages.shape  # [n] and [n, 1] would give [n, n]
-    log_ratio = logprobs - old_logprobs
-    ratio = torch.exp(log_ratio.clamp(max=40))  # inf times an advantage or gradient of 0 is nan
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
-    return torch.max(unclipped, clipped)
-
-
-def clipped_value_loss(values, old_values, returns, cliprange_value):
-    """Half the larger of two squared errors: the value's, and that of the value clipped to old_values +-
-    cliprange_value. Any shape -> same shape, unreduced
-    """
-    assert values.shape == old_values.shape == returns.shape
-    clipped_values = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
-    unclipped = (values - returns) ** 2
-    clipped = (clipped_values - returns) ** 2
-    return 0.5 * torch.max(unclipped, clipped)
-
-
-def adaptive_kl_coef(kl_coef, kl, target, horizon, episodes):
-    """The KL coefficient after `episodes` responses with a mean KL of `kl` nats each.
-
-    A proportional controller (Ziegler et al. 2019, section 2.2). In `horizon` episodes the coefficient
-    changes by about 20 % at most. -> float
-    """
-    error = kl / target - 1
-    error = min(max(error, -0.2), 0.2)
-    return kl_coef * (1 + error * episodes / horizon)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ bonus. As in TRL, advantages are whitened over the whole batch; CleanRL does it 
     torchrun --nproc_per_node 2 ppo_sentiment.py       # two processes, twice the batch
     python ppo_sentiment.py --resume RUN_FOLDER        # continue a stopped run; on a CPU, bit for bit
 
-Part I is the algorithm, from the training loop down to the math. Part II is infrastructure: models, rewards,
+Part I is the algorithm: flags, math, loop, rollout, model. Part II is infrastructure: models, rewards,
 data, processes, run folder, flags. Papers: PPO (Schulman et al. 2017), GAE (Schulman et al. 2016),
 Fine-Tuning Language Models from Human Preferences (Ziegler et al. 2019), The N+ Implementation Details of
 RLHF with PPO (Huang et al. 2024). Results, metrics, which lines to change for what: docs/ppo_sentiment.md.
@@ -214,7 +214,7 @@ RECIPES = {
 }
 
 
-# ---- Training ----------------------------------------------------------------------------------------------
+# ---- Math: pure functions of tensors -----------------------------------------------------------------------
 #
 # Shapes: B responses, n in a micro-batch, C positions of the prompt, T positions of the response, V tokens in
 # the vocabulary, H hidden units. A row of C + T tokens is a left-padded prompt and a right-padded response,
@@ -229,6 +229,119 @@ RECIPES = {
 # score: one number per response, from the classifier or --reward-fn. reward: one number per token, the KL
 # penalty, plus the score on the last one. (In TRL's names, such as reward functions, rewards/NAME and
 # env/reward_mean, a reward is a score.)
+
+
+def length_mask(lengths, max_length):
+    """True on the first `lengths` positions of each row. [B] -> bool [B, max_length]"""
+    return torch.arange(max_length, device=lengths.device) < lengths[:, None]
+
+
+def token_rewards(scores, kl, lengths, kl_coef):
+    """The KL penalty on every valid token, plus the score on the last one. [B], [B, T], [B] -> [B, T]"""
+    mask = length_mask(lengths, kl.shape[1])
+    rewards = torch.where(mask, -kl_coef * kl, 0.0)
+    last = lengths[:, None] - 1  # [B, 1]
+    return rewards.scatter_add(1, last, scores[:, None].to(rewards.dtype))
+
+
+def masked_mean(values, mask):
+    """Mean over the valid positions. Any shape -> scalar"""
+    return torch.where(mask, values, 0.0).float().sum() / mask.sum()
+
+
+def masked_whiten(values, mask, shift_mean=True):
+    """(x - mean) / std over the valid positions, 0 elsewhere. [B, T] -> [B, T]
+
+    shift_mean=False adds the mean back. The variance is the population's, like tf.nn.moments in
+    openai/lm-human-preferences (TRL uses the unbiased one). A single valid value is returned unchanged.
+    """
+    values = torch.where(mask, values, 0.0).float()
+    if mask.sum() < 2:
+        return values
+    mean = masked_mean(values, mask)
+    variance = masked_mean((values - mean) ** 2, mask)
+    whitened = (values - mean) * torch.rsqrt(variance + 1e-8)
+    if not shift_mean:
+        whitened = whitened + mean
+    return torch.where(mask, whitened, 0.0)
+
+
+def gae(rewards, values, mask, gamma, lam):
+    """Generalized advantage estimation (Schulman et al. 2016, eq. 16). [B, T] each -> advantages, returns
+
+    The value after the last valid token is 0, even if the response was cut off: the score is that of
+    exactly this text, so the episode ends there.
+    """
+    rewards = torch.where(mask, rewards, 0.0).float()
+    values = torch.where(mask, values, 0.0).float()
+    advantages = torch.zeros_like(rewards)
+    next_advantage = torch.zeros_like(rewards[:, 0])  # [B]
+    next_value = torch.zeros_like(rewards[:, 0])  # [B]
+    for t in reversed(range(rewards.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        advantages[:, t] = delta + gamma * lam * next_advantage
+        next_advantage = advantages[:, t]
+        next_value = values[:, t]
+    returns = advantages + values
+    return advantages, returns
+
+
+def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
+    """PPO's clipped objective, negated (Schulman et al. 2017, eq. 7).
+
+    Any shape -> the loss, not reduced; the ratio; bool: clipping raised the loss. All of the same shape
+    """
+    assert logprobs.shape == old_logprobs.shape == advantages.shape  # [n] and [n, 1] would give [n, n]
+    log_ratio = logprobs - old_logprobs
+    ratio = torch.exp(log_ratio.clamp(max=40))  # inf times an advantage or gradient of 0 is nan
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
+    return torch.max(unclipped, clipped), ratio, clipped > unclipped
+
+
+def clipped_value_loss(values, old_values, returns, cliprange_value):
+    """Half the larger of two squared errors: the value's, and that of the value clipped to old_values +-
+    cliprange_value.
+
+    Any shape -> the loss, not reduced; bool: clipping raised it. Both of the same shape
+    """
+    assert values.shape == old_values.shape == returns.shape
+    clipped_values = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
+    unclipped = (values - returns) ** 2
+    clipped = (clipped_values - returns) ** 2
+    return 0.5 * torch.max(unclipped, clipped), clipped > unclipped
+
+
+def adaptive_kl_coef(kl_coef, kl, target, horizon, episodes):
+    """The KL coefficient after `episodes` responses with a mean KL of `kl` nats each.
+
+    A proportional controller (Ziegler et al. 2019, section 2.2). In `horizon` episodes the coefficient
+    changes by about 20 % at most. -> float
+    """
+    error = kl / target - 1
+    error = min(max(error, -0.2), 0.2)
+    return kl_coef * (1 + error * episodes / horizon)
+
+
+def learning_rate(args, update, updates):
+    """The learning rate in update 1, 2, ..., updates. -> float
+
+    It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls towards 0: along
+    a line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
+    """
+    warmup = math.ceil(args.warmup_ratio * updates)
+    if update <= warmup:
+        return args.learning_rate * update / warmup
+    progress = (update - 1 - warmup) / (updates - warmup)  # from 0 to less than 1
+    factors = {
+        "constant": 1.0,
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+    }
+    return args.learning_rate * factors[args.lr_scheduler_type]
+
+
+# ---- Training ----------------------------------------------------------------------------------------------
 
 
 def train(args):
@@ -252,8 +365,8 @@ def train(args):
     tokenizer = load_tokenizer(args.model_name_or_path)
     refuse_appended_eos(tokenizer, args.model_name_or_path)
     train_rows, held_out_rows = load_splits(args.dataset_name)
-    train_reviews = load_reviews(train_rows, tokenizer, args)
-    held_out_reviews = load_reviews(held_out_rows, tokenizer, args)
+    train_reviews = load_prompts(train_rows, tokenizer, args)
+    held_out_reviews = load_prompts(held_out_rows, tokenizer, args)
     # Functions of --reward-fn get this. global_step: updates so far. Both evaluations use the last value, so
     # that a reward with a schedule scores before and after alike.
     trainer_state = transformers.TrainerState(max_steps=updates, global_step=updates)
@@ -369,10 +482,10 @@ def train(args):
                             new_logprobs, entropies, new_values = learner(
                                 b["ids"][rows, : C + t], b["mask"][rows, : C + t], t, args.temperature
                             )  # [n, t] each, 0 after the end of a response; all else in the loss is constant
-                        policy_loss = clipped_policy_loss(
+                        policy_loss, ratio, is_clipped = clipped_policy_loss(
                             new_logprobs, old_logprobs, mb_advantages, args.cliprange
                         )
-                        value_loss = clipped_value_loss(
+                        value_loss, is_value_clipped = clipped_value_loss(
                             new_values, old_values, mb_returns, args.cliprange_value
                         )
                         loss = ((policy_loss + args.vf_coef * value_loss) * mb_valid).sum() / num_tokens
@@ -381,8 +494,6 @@ def train(args):
 
                     with torch.no_grad():
                         log_ratio = new_logprobs - old_logprobs
-                        ratio = log_ratio.clamp(max=40).exp()  # the square of a larger one may be infinite
-                        unclipped_value_loss = 0.5 * (new_values - mb_returns) ** 2
                         # approxkl: KL between the old and the new policy. It is estimated by k2, as in TRL;
                         # CleanRL uses k3 (joschu.net/blog/kl-approx.html compares them).
                         # clipfrac: how often clipping changes the loss (CleanRL: ratios outside the range).
@@ -391,8 +502,8 @@ def train(args):
                             "loss/value_avg": value_loss,
                             "policy/entropy_avg": entropies,
                             "policy/approxkl_avg": 0.5 * log_ratio**2,
-                            "policy/clipfrac_avg": policy_loss > -mb_advantages * ratio,
-                            "val/clipfrac_avg": value_loss > unclipped_value_loss,
+                            "policy/clipfrac_avg": is_clipped,
+                            "val/clipfrac_avg": is_value_clipped,
                             "val/ratio": ratio,
                             "val/ratio_var": (ratio - 1) ** 2,  # becomes the variance below
                         }
@@ -582,18 +693,18 @@ def draw_batch(reviews, start, B, args, purpose):
     return dict(reviews=reviews, ids=ids, mask=mask, max_new_tokens=max_new_tokens, uniforms=uniforms)
 
 
-def generator_for(seed, *purpose):
-    """A random generator for one purpose, such as (seed, "tokens", update), independent of all others."""
-    # random.Random hashes a str with SHA-512, which is the same in every process; hash() is not.
-    return torch.Generator().manual_seed(random.Random(repr((seed, *purpose))).getrandbits(63))
-
-
 def stream_rows(num_rows, start, count, seed):
     """Row numbers start ... start + count - 1 of an endless stream of shuffled passes. -> [count]"""
     first, last = start // num_rows, (start + count - 1) // num_rows
     generators = [generator_for(seed, "pass", number) for number in range(first, last + 1)]
     rows = torch.cat([torch.randperm(num_rows, generator=generator) for generator in generators])
     return rows[start - first * num_rows :][:count]
+
+
+def generator_for(seed, *purpose):
+    """A random generator for one purpose, such as (seed, "tokens", update), independent of all others."""
+    # random.Random hashes a str with SHA-512, which is the same in every process; hash() is not.
+    return torch.Generator().manual_seed(random.Random(repr((seed, *purpose))).getrandbits(63))
 
 
 @torch.no_grad()
@@ -661,6 +772,16 @@ def rollout(model, ref_model, tokenizer, stop_ids, get_scores, batch, args):
     return b, prompts, responses
 
 
+def weighted_sum(scores, weights=None):
+    """The sum of weight * score.
+
+    scores: dict of name -> [B]; weights: floats in the same order, or None for 1 each. -> [B]
+    A nan means that a score does not apply to a row (the function returned None), and counts as 0.
+    """
+    weights = weights or [1.0] * len(scores)
+    return sum(weight * values.nan_to_num() for weight, values in zip(weights, scores.values(), strict=True))
+
+
 @torch.no_grad()
 def generate(policy, ids, mask, max_new_tokens, uniforms, stop_ids, temperature):
     """Sample each response until a stop token or its own limit. No top-k, no top-p, no minimum length.
@@ -701,6 +822,32 @@ def sample_next(head, hidden, uniforms, temperature):
     probs = token_logits(hidden, head.weight, temperature, head.bias).softmax(-1)  # [B, V]
     token = sample_tokens(probs, uniforms)
     return token, probs.gather(1, token[:, None]).squeeze(1).log()
+
+
+def sample_tokens(probs, uniforms):
+    """Sample one token per row by inverting the cumulative distribution. fp32 [B, V], [B] in [0, 1) -> [B]
+
+    Unlike torch.multinomial, each token depends only on its own row and its own uniform number. So for the
+    same probabilities, the samples are the same no matter how a batch is split. Uniforms and sums are in
+    fp64. In fp32, uniforms would be multiples of 2^-24, which miss most tokens with probabilities below 6e-8,
+    and sums would lose small probabilities.
+    """
+    ends = probs.cumsum(1, dtype=torch.float64)  # [B, V]
+    target = uniforms[:, None] * ends[:, -1:]  # [B, 1]
+    # right=True never selects what has probability 0. With NaN, the index is past the end, hence the clamp.
+    # (Then the loss is NaN too, and the run ends with an error message.)
+    token = torch.searchsorted(ends, target, right=True).squeeze(1)
+    return token.clamp(max=probs.shape[1] - 1)
+
+
+def response_lengths(tokens, stop_token_id):
+    """Number of tokens up to and including the first stop token; T if there is none. [B, T] -> [B]
+
+    stop_token_id: one id, or a tensor of several
+    """
+    T = tokens.shape[1]
+    position = torch.arange(1, T + 1, device=tokens.device)  # [T]
+    return torch.where(torch.isin(tokens, stop_token_id), position, T).amin(1)
 
 
 # ---- Policy, value function, reference ---------------------------------------------------------------------
@@ -827,150 +974,6 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
             outputs.append(checkpoint(logprobs_of_chunk, *chunk, use_reentrant=False))
     logprobs, entropies = zip(*outputs)
     return torch.cat(logprobs), torch.cat(entropies)
-
-
-# ---- Math: pure functions of tensors -----------------------------------------------------------------------
-
-
-def sample_tokens(probs, uniforms):
-    """Sample one token per row by inverting the cumulative distribution. fp32 [B, V], [B] in [0, 1) -> [B]
-
-    Unlike torch.multinomial, each token depends only on its own row and its own uniform number. So for the
-    same probabilities, the samples are the same no matter how a batch is split. Uniforms and sums are in
-    fp64. In fp32, uniforms would be multiples of 2^-24, which miss most tokens with probabilities below 6e-8,
-    and sums would lose small probabilities.
-    """
-    ends = probs.cumsum(1, dtype=torch.float64)  # [B, V]
-    target = uniforms[:, None] * ends[:, -1:]  # [B, 1]
-    # right=True never selects what has probability 0. With NaN, the index is past the end, hence the clamp.
-    # (Then the loss is NaN too, and the run ends with an error message.)
-    token = torch.searchsorted(ends, target, right=True).squeeze(1)
-    return token.clamp(max=probs.shape[1] - 1)
-
-
-def response_lengths(tokens, stop_token_id):
-    """Number of tokens up to and including the first stop token; T if there is none. [B, T] -> [B]
-
-    stop_token_id: one id, or a tensor of several
-    """
-    T = tokens.shape[1]
-    position = torch.arange(1, T + 1, device=tokens.device)  # [T]
-    return torch.where(torch.isin(tokens, stop_token_id), position, T).amin(1)
-
-
-def length_mask(lengths, max_length):
-    """True on the first `lengths` positions of each row. [B] -> bool [B, max_length]"""
-    return torch.arange(max_length, device=lengths.device) < lengths[:, None]
-
-
-def token_rewards(scores, kl, lengths, kl_coef):
-    """The KL penalty on every valid token, plus the score on the last one. [B], [B, T], [B] -> [B, T]"""
-    mask = length_mask(lengths, kl.shape[1])
-    rewards = torch.where(mask, -kl_coef * kl, 0.0)
-    last = lengths[:, None] - 1  # [B, 1]
-    return rewards.scatter_add(1, last, scores[:, None].to(rewards.dtype))
-
-
-def weighted_sum(scores, weights=None):
-    """The sum of weight * score.
-
-    scores: dict of name -> [B]; weights: floats in the same order, or None for 1 each. -> [B]
-    A nan means that a score does not apply to a row (the function returned None), and counts as 0.
-    """
-    weights = weights or [1.0] * len(scores)
-    return sum(weight * values.nan_to_num() for weight, values in zip(weights, scores.values(), strict=True))
-
-
-def masked_mean(values, mask):
-    """Mean over the valid positions. Any shape -> scalar"""
-    return torch.where(mask, values, 0.0).float().sum() / mask.sum()
-
-
-def masked_whiten(values, mask, shift_mean=True):
-    """(x - mean) / std over the valid positions, 0 elsewhere. [B, T] -> [B, T]
-
-    shift_mean=False adds the mean back. The variance is the population's, like tf.nn.moments in
-    openai/lm-human-preferences (TRL uses the unbiased one). A single valid value is returned unchanged.
-    """
-    values = torch.where(mask, values, 0.0).float()
-    if mask.sum() < 2:
-        return values
-    mean = masked_mean(values, mask)
-    variance = masked_mean((values - mean) ** 2, mask)
-    whitened = (values - mean) * torch.rsqrt(variance + 1e-8)
-    if not shift_mean:
-        whitened = whitened + mean
-    return torch.where(mask, whitened, 0.0)
-
-
-def gae(rewards, values, mask, gamma, lam):
-    """Generalized advantage estimation (Schulman et al. 2016, eq. 16). [B, T] each -> advantages, returns
-
-    The value after the last valid token is 0, even if the response was cut off: the score is that of
-    exactly this text, so the episode ends there.
-    """
-    rewards = torch.where(mask, rewards, 0.0).float()
-    values = torch.where(mask, values, 0.0).float()
-    advantages = torch.zeros_like(rewards)
-    next_advantage = torch.zeros_like(rewards[:, 0])  # [B]
-    next_value = torch.zeros_like(rewards[:, 0])  # [B]
-    for t in reversed(range(rewards.shape[1])):
-        delta = rewards[:, t] + gamma * next_value - values[:, t]
-        advantages[:, t] = delta + gamma * lam * next_advantage
-        next_advantage = advantages[:, t]
-        next_value = values[:, t]
-    returns = advantages + values
-    return advantages, returns
-
-
-def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
-    """PPO's clipped objective, negated (Schulman et al. 2017, eq. 7). Any shape -> same shape, unreduced"""
-    assert logprobs.shape == old_logprobs.shape == advantages.shape  # [n] and [n, 1] would give [n, n]
-    log_ratio = logprobs - old_logprobs
-    ratio = torch.exp(log_ratio.clamp(max=40))  # inf times an advantage or gradient of 0 is nan
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
-    return torch.max(unclipped, clipped)
-
-
-def clipped_value_loss(values, old_values, returns, cliprange_value):
-    """Half the larger of two squared errors: the value's, and that of the value clipped to old_values +-
-    cliprange_value. Any shape -> same shape, unreduced
-    """
-    assert values.shape == old_values.shape == returns.shape
-    clipped_values = values.clamp(old_values - cliprange_value, old_values + cliprange_value)
-    unclipped = (values - returns) ** 2
-    clipped = (clipped_values - returns) ** 2
-    return 0.5 * torch.max(unclipped, clipped)
-
-
-def adaptive_kl_coef(kl_coef, kl, target, horizon, episodes):
-    """The KL coefficient after `episodes` responses with a mean KL of `kl` nats each.
-
-    A proportional controller (Ziegler et al. 2019, section 2.2). In `horizon` episodes the coefficient
-    changes by about 20 % at most. -> float
-    """
-    error = kl / target - 1
-    error = min(max(error, -0.2), 0.2)
-    return kl_coef * (1 + error * episodes / horizon)
-
-
-def learning_rate(args, update, updates):
-    """The learning rate in update 1, 2, ..., updates. -> float
-
-    It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls towards 0: along
-    a line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
-    """
-    warmup = math.ceil(args.warmup_ratio * updates)
-    if update <= warmup:
-        return args.learning_rate * update / warmup
-    progress = (update - 1 - warmup) / (updates - warmup)  # from 0 to less than 1
-    factors = {
-        "constant": 1.0,
-        "linear": 1.0 - progress,
-        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
-    }
-    return args.learning_rate * factors[args.lr_scheduler_type]
 
 
 # ============================================================================================================
@@ -1506,7 +1509,7 @@ def read_rows(path):
     return rows
 
 
-def load_reviews(rows, tokenizer, args):
+def load_prompts(rows, tokenizer, args):
     """The reviews that are long enough, as a list of dict:
 
     ids: the first query_max_length tokens; columns: the row of the data set, for functions of --reward-fn
@@ -1985,6 +1988,7 @@ MAY_CHANGE = (
     *("total_episodes", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("local_rollout_forward_batch_size", "gradient_checkpointing"),
 )
+
 
 # Flags of all scripts with which a recipe describes its own data.
 DESCRIBE_DATA = (

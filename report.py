@@ -795,14 +795,14 @@ def check_equal_groups(run):
 )
 def check_judge(run):
     """A judge that the policy is not trained on, before and after on held-out prompts."""
-    before, after = held_out_metrics(run)
+    before, after = evaluate(run)
     if rises(run) and run.evaluation.get("n", 0) >= 50 and check_gold_score(run) is None:
         for name in judge_names(before):
             if after[name] <= before[name] - 0.1:
                 return f"{name} fell from {before[name]:.2f} to {after[name]:.2f} on held-out prompts."
 
 
-def held_out_metrics(run):
+def evaluate(run):
     """The numbers of evaluation.json before and after. -> two dicts with the same keys"""
     before, after = run.evaluation.get("before", {}), run.evaluation.get("after", {})
     names = [name for name in before if None not in (number(before[name]), number(after[name]))]
@@ -967,7 +967,7 @@ def check_words(run):
     """A new word takes over, or word pairs repeat. Arithmetic has few words."""
     if run.script == "grpo_math":
         return None
-    before, after = held_out_metrics(run)
+    before, after = evaluate(run)
     word, share_before, share = (new_words(run.pairs) or [("", 0.0, 0.0)])[0]
     judge_gain = min((after[name] - before[name] for name in judge_names(before)), default=0.0)
     spreads = share > 0.15 and len(run.pairs) * share >= 10
@@ -1176,7 +1176,7 @@ def page(runs):
 
 def evaluation_tables(run):
     """evaluation.json and the words that spread. -> list of (title, columns, rows)"""
-    before, after = held_out_metrics(run)
+    before, after = evaluate(run)
     tables = []
     if before:
         rows = [(name, before[name], after[name]) for name in before]

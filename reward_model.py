@@ -49,7 +49,7 @@ If you know how to train a text classifier, this is what changes when it serves 
 The result loads with AutoModelForSequenceClassification; a classifier of texts works in transformers.pipeline
 too. With preferences, a decoder's score is read at the last of the tokens that `preference_ids` makes.
 
-Part I is the algorithm, from the training loop down to the math. Part II is infrastructure: models, data,
+Part I is the algorithm: flags, math, loop, data, model. Part II is infrastructure: models, data,
 processes, run folder, flags. Papers: Learning to Summarize from Human Feedback (Stiennon et al. 2020),
 InstructGPT (Ouyang et al. 2022), The N+ Implementation Details of RLHF with PPO (Huang et al. 2024).
 Results, metrics, which lines to change for what: docs/reward_model.md.
@@ -263,7 +263,7 @@ RECIPES = {
 }
 
 
-# ---- Training ----------------------------------------------------------------------------------------------
+# ---- Math: pure functions of tensors -----------------------------------------------------------------------
 #
 # Shapes: B rows of the data per update, n in a micro-batch; L tokens; Q tokens that are read once per row.
 # A row (`Row`) is a labeled text, or a prompt with two or more responses, best first. row.texts are its texts
@@ -273,6 +273,56 @@ RECIPES = {
 #     row   responses   texts      better, worse             weight
 #     0     a > b > c   0, 1, 2    (0, 1), (0, 2), (1, 2)    1/3 each
 #     1     d > e       3, 4       (3, 4)                    1
+
+
+def length_mask(lengths, max_length):
+    """True on the first `lengths` positions of each row. [B] -> bool [B, max_length]"""
+    return torch.arange(max_length, device=lengths.device) < lengths[:, None]
+
+
+def pair_loss(better, worse, min_difference=0.0):
+    """-log P(the better one is preferred), where P = sigmoid(score difference) (Bradley-Terry). [N] -> [N]
+
+    min_difference, in units of the score, asks for a larger difference between texts that differ more in
+    quality (the margin of Llama 2, section 3.2.2).
+    """
+    return -F.logsigmoid((better - worse).float() - min_difference)
+
+
+def pair_table(rows, device):
+    """All pairs of responses to the same prompt (Ouyang et al. 2022, eq. 1). -> four tensors [N]
+
+    better, worse: numbers of texts (the texts of all rows are numbered consecutively); weight: the weights of
+    a row's pairs are equal and add up to 1, so that all rows count alike; min_difference of the pair's row
+    """
+    table = []
+    first = 0  # the number of the row's first text
+    for row in rows:
+        pairs = list(itertools.combinations(range(len(row.texts)), 2))  # better before worse
+        table += [(first + i, first + j, 1 / len(pairs), row.min_difference) for i, j in pairs]
+        first += len(row.texts)
+    return [torch.tensor(column, device=device) for column in zip(*table)]
+
+
+def learning_rate(args, update, updates):
+    """The learning rate in update 1, 2, ..., updates. -> float
+
+    It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls towards 0: along
+    a line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
+    """
+    warmup = math.ceil(args.warmup_ratio * updates)
+    if update <= warmup:
+        return args.learning_rate * update / warmup
+    progress = (update - 1 - warmup) / (updates - warmup)  # from 0 to less than 1
+    factors = {
+        "constant": 1.0,
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+    }
+    return args.learning_rate * factors[args.lr_scheduler_type]
+
+
+# ---- Training ----------------------------------------------------------------------------------------------
 
 
 def train(args):
@@ -506,18 +556,18 @@ class Row:
     min_difference: float = 0.0  # the column margin: how much higher the better score should be
 
 
-def generator_for(seed, *purpose):
-    """A random generator for one purpose, such as (seed, "tokens", update), independent of all others."""
-    # random.Random hashes a str with SHA-512, which is the same in every process; hash() is not.
-    return torch.Generator().manual_seed(random.Random(repr((seed, *purpose))).getrandbits(63))
-
-
 def stream_rows(num_rows, start, count, seed):
     """Row numbers start ... start + count - 1 of an endless stream of shuffled passes. -> [count]"""
     first, last = start // num_rows, (start + count - 1) // num_rows
     generators = [generator_for(seed, "pass", number) for number in range(first, last + 1)]
     rows = torch.cat([torch.randperm(num_rows, generator=generator) for generator in generators])
     return rows[start - first * num_rows :][:count]
+
+
+def generator_for(seed, *purpose):
+    """A random generator for one purpose, such as (seed, "tokens", update), independent of all others."""
+    # random.Random hashes a str with SHA-512, which is the same in every process; hash() is not.
+    return torch.Generator().manual_seed(random.Random(repr((seed, *purpose))).getrandbits(63))
 
 
 def cut_to_prefixes(rows, tokenizer, args, update):
@@ -681,56 +731,6 @@ def sequence_logits(model, ids, mask):
     last = mask.sum(1) - 1  # [B]
     with torch.autocast(ids.device.type, enabled=False):  # bf16 would round the logits
         return model.score(hidden[rows, last].float())
-
-
-# ---- Math: pure functions of tensors -----------------------------------------------------------------------
-
-
-def pair_table(rows, device):
-    """All pairs of responses to the same prompt (Ouyang et al. 2022, eq. 1). -> four tensors [N]
-
-    better, worse: numbers of texts (the texts of all rows are numbered consecutively); weight: the weights of
-    a row's pairs are equal and add up to 1, so that all rows count alike; min_difference of the pair's row
-    """
-    table = []
-    first = 0  # the number of the row's first text
-    for row in rows:
-        pairs = list(itertools.combinations(range(len(row.texts)), 2))  # better before worse
-        table += [(first + i, first + j, 1 / len(pairs), row.min_difference) for i, j in pairs]
-        first += len(row.texts)
-    return [torch.tensor(column, device=device) for column in zip(*table)]
-
-
-def pair_loss(better, worse, min_difference=0.0):
-    """-log P(the better one is preferred), where P = sigmoid(score difference) (Bradley-Terry). [N] -> [N]
-
-    min_difference, in units of the score, asks for a larger difference between texts that differ more in
-    quality (the margin of Llama 2, section 3.2.2).
-    """
-    return -F.logsigmoid((better - worse).float() - min_difference)
-
-
-def length_mask(lengths, max_length):
-    """True on the first `lengths` positions of each row. [B] -> bool [B, max_length]"""
-    return torch.arange(max_length, device=lengths.device) < lengths[:, None]
-
-
-def learning_rate(args, update, updates):
-    """The learning rate in update 1, 2, ..., updates. -> float
-
-    It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls towards 0: along
-    a line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
-    """
-    warmup = math.ceil(args.warmup_ratio * updates)
-    if update <= warmup:
-        return args.learning_rate * update / warmup
-    progress = (update - 1 - warmup) / (updates - warmup)  # from 0 to less than 1
-    factors = {
-        "constant": 1.0,
-        "linear": 1.0 - progress,
-        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
-    }
-    return args.learning_rate * factors[args.lr_scheduler_type]
 
 
 # ============================================================================================================
@@ -1155,105 +1155,6 @@ def find_classes(rows, args):
     return names, class_of
 
 
-def load_dialogs(rows):
-    """The dialogs that have two or more utterances, none of them blank.
-
-    rows: with the columns dialog and, perhaps, act -> list of (row, utterances, acts); acts is None if there
-    is not one for each utterance
-    """
-    dialogs = []
-    for row in rows:
-        utterances, acts = row.get("dialog"), row.get("act")
-        if not isinstance(utterances, list) or not all(isinstance(text, str) for text in utterances):
-            continue
-        utterances = [text.strip() for text in utterances]  # DailyDialog's end with a space
-        if len(utterances) >= 2 and all(utterances):
-            has_acts = isinstance(acts, list) and len(acts) == len(utterances)
-            dialogs.append((row, utterances, acts if has_acts else None))
-    return dialogs
-
-
-def intent_texts(previous, answers):
-    """What the intent classifier reads: the utterance before the answer, and the answer. -> list of str"""
-    pairs = zip(previous, answers)
-    return [f"{' '.join(last.split())} {' '.join(answer.split())}" for last, answer in pairs]
-
-
-def load_answers(rows):
-    """The answers in dialogs. -> list of dict: text is the last utterance and the answer, label is the act
-
-    Acts count from 1, classes from 0. Answers without an act are left out.
-    """
-    answers = []
-    for _, utterances, acts in load_dialogs(rows):
-        texts = intent_texts(utterances, utterances[1:])
-        for text, act in zip(texts, (acts or [])[1:]):
-            if act is not None:
-                answers.append({"text": text, "label": act - 1})
-    count = sum(len(row.get("dialog") or []) for row in rows)
-    accelerate.PartialState().print(
-        f"answers with an act: {len(answers)}, in dialogs with {count} utterances"
-    )
-    return answers
-
-
-def is_chat(value):
-    """True for a list of messages (dicts with role and content), False for a text."""
-    if isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["'](role|content)""", value):
-        raise UserError(f"a chat must be a list of messages, but this one is a JSON text: {value[:60]}")
-    return isinstance(value, list) and len(value) > 0
-
-
-def refuse_template_columns(row, name):
-    """Raise if a row with a chat has other columns that its chat template would need."""
-    for column in ("tools", "chat_template_kwargs", "images", "image"):
-        if row.get(column):
-            raise UserError(f"{name}: chats with the column {column} are not supported")
-
-
-def render_chat(tokenizer, messages, is_prompt=False):
-    """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
-    one, so tokenize it with add_special_tokens=False.
-
-    is_prompt: end where the assistant continues: after the header of its turn or, if the last message is its
-    own, inside that message. -> str
-    """
-    for message in messages:
-        if not isinstance(message.get("content"), str):  # templates write a list as Python prints it
-            raise UserError(f"the content of a message must be a text: {str(message)[:200]}")
-        others = {key for key, x in message.items() if x not in (None, "", [], {})} - {"role", "content"}
-        if others:  # the template may read them, as message.key or message['key']
-            others -= {*re.findall(r"""[.'"](\w+)""", str(tokenizer.chat_template))}
-        if others:
-            raise UserError(f"a message has {sorted(others)}, which the chat template does not read")
-    is_begun = messages[-1]["role"] == "assistant" and is_prompt  # the policy goes on with this message
-    return tokenizer.apply_chat_template(
-        messages,
-        tokenize=False,
-        add_generation_prompt=is_prompt and not is_begun,
-        continue_final_message=is_begun,
-    )
-
-
-def load_preference_rows(rows, tokenizer, args):
-    """The rows with two or more different responses. -> list of Row, and their number as a text"""
-    preferences, num_full, num_equal = [], 0, 0
-    for row, prompt, responses in read_preferences(rows, args.dataset_name):
-        texts = preference_ids(tokenizer, prompt, responses, args.max_length)
-        different = [ids for i, ids in enumerate(texts) if ids not in texts[:i]]
-        num_equal += len(texts) - len(different)
-        if len(different) > 1:
-            num_full += max(len(ids) for ids in texts) == args.max_length
-            preferences.append(Row(different, min_difference=float(row.get("margin") or 0.0)))
-    if not preferences:
-        raise UserError(
-            f"{args.dataset_name} has no columns text and label, or dialog and act, and no row with two "
-            f"different responses (chosen and rejected, or responses); its columns are {', '.join(rows[0])}"
-        )
-    counts = f"{len(preferences)} of {len(rows)} rows, {num_full} at the limit of {args.max_length} tokens"
-    return preferences, f"{counts}, {num_equal} responses equal to a better one left out"
-
-
 def read_preferences(rows, name):
     """The rows with two or more responses: chosen and rejected or, without them, the column responses.
 
@@ -1352,6 +1253,105 @@ def load_reference_rows(train_rows, tokenizer, args):
     return [Row(ids) for ids in texts]
 
 
+def is_chat(value):
+    """True for a list of messages (dicts with role and content), False for a text."""
+    if isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["'](role|content)""", value):
+        raise UserError(f"a chat must be a list of messages, but this one is a JSON text: {value[:60]}")
+    return isinstance(value, list) and len(value) > 0
+
+
+def refuse_template_columns(row, name):
+    """Raise if a row with a chat has other columns that its chat template would need."""
+    for column in ("tools", "chat_template_kwargs", "images", "image"):
+        if row.get(column):
+            raise UserError(f"{name}: chats with the column {column} are not supported")
+
+
+def render_chat(tokenizer, messages, is_prompt=False):
+    """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
+    one, so tokenize it with add_special_tokens=False.
+
+    is_prompt: end where the assistant continues: after the header of its turn or, if the last message is its
+    own, inside that message. -> str
+    """
+    for message in messages:
+        if not isinstance(message.get("content"), str):  # templates write a list as Python prints it
+            raise UserError(f"the content of a message must be a text: {str(message)[:200]}")
+        others = {key for key, x in message.items() if x not in (None, "", [], {})} - {"role", "content"}
+        if others:  # the template may read them, as message.key or message['key']
+            others -= {*re.findall(r"""[.'"](\w+)""", str(tokenizer.chat_template))}
+        if others:
+            raise UserError(f"a message has {sorted(others)}, which the chat template does not read")
+    is_begun = messages[-1]["role"] == "assistant" and is_prompt  # the policy goes on with this message
+    return tokenizer.apply_chat_template(
+        messages,
+        tokenize=False,
+        add_generation_prompt=is_prompt and not is_begun,
+        continue_final_message=is_begun,
+    )
+
+
+def load_preference_rows(rows, tokenizer, args):
+    """The rows with two or more different responses. -> list of Row, and their number as a text"""
+    preferences, num_full, num_equal = [], 0, 0
+    for row, prompt, responses in read_preferences(rows, args.dataset_name):
+        texts = preference_ids(tokenizer, prompt, responses, args.max_length)
+        different = [ids for i, ids in enumerate(texts) if ids not in texts[:i]]
+        num_equal += len(texts) - len(different)
+        if len(different) > 1:
+            num_full += max(len(ids) for ids in texts) == args.max_length
+            preferences.append(Row(different, min_difference=float(row.get("margin") or 0.0)))
+    if not preferences:
+        raise UserError(
+            f"{args.dataset_name} has no columns text and label, or dialog and act, and no row with two "
+            f"different responses (chosen and rejected, or responses); its columns are {', '.join(rows[0])}"
+        )
+    counts = f"{len(preferences)} of {len(rows)} rows, {num_full} at the limit of {args.max_length} tokens"
+    return preferences, f"{counts}, {num_equal} responses equal to a better one left out"
+
+
+def load_dialogs(rows):
+    """The dialogs that have two or more utterances, none of them blank.
+
+    rows: with the columns dialog and, perhaps, act -> list of (row, utterances, acts); acts is None if there
+    is not one for each utterance
+    """
+    dialogs = []
+    for row in rows:
+        utterances, acts = row.get("dialog"), row.get("act")
+        if not isinstance(utterances, list) or not all(isinstance(text, str) for text in utterances):
+            continue
+        utterances = [text.strip() for text in utterances]  # DailyDialog's end with a space
+        if len(utterances) >= 2 and all(utterances):
+            has_acts = isinstance(acts, list) and len(acts) == len(utterances)
+            dialogs.append((row, utterances, acts if has_acts else None))
+    return dialogs
+
+
+def intent_texts(previous, answers):
+    """What the intent classifier reads: the utterance before the answer, and the answer. -> list of str"""
+    pairs = zip(previous, answers)
+    return [f"{' '.join(last.split())} {' '.join(answer.split())}" for last, answer in pairs]
+
+
+def load_answers(rows):
+    """The answers in dialogs. -> list of dict: text is the last utterance and the answer, label is the act
+
+    Acts count from 1, classes from 0. Answers without an act are left out.
+    """
+    answers = []
+    for _, utterances, acts in load_dialogs(rows):
+        texts = intent_texts(utterances, utterances[1:])
+        for text, act in zip(texts, (acts or [])[1:]):
+            if act is not None:
+                answers.append({"text": text, "label": act - 1})
+    count = sum(len(row.get("dialog") or []) for row in rows)
+    accelerate.PartialState().print(
+        f"answers with an act: {len(answers)}, in dialogs with {count} utterances"
+    )
+    return answers
+
+
 def set_global_seed(seed, *purpose):
     """Seed the global generators of python, numpy and torch for one purpose."""
     transformers.set_seed(generator_for(seed, *purpose).initial_seed() % 2**32)
@@ -1429,11 +1429,6 @@ def make_learner(model, args, accelerator):
     return accelerator.prepare(learner, optimizer_class(trainable(learner).values(), **options))
 
 
-def unshard(x):
-    """Gather a tensor that FSDP2 has cut into shards; return anything else unchanged."""
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
-
-
 @torch.no_grad()
 def copy_weights(learner, model):
     """Copy the trained weights into the whole model, if they are shards of a copy."""
@@ -1445,6 +1440,11 @@ def copy_weights(learner, model):
 
             with deepspeed.zero.GatheredParameters([trained]):
                 p.copy_(trained)
+
+
+def unshard(x):
+    """Gather a tensor that FSDP2 has cut into shards; return anything else unchanged."""
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
 
 
 def performance_metrics(start_time, rollout_end, num_tokens, device):
@@ -1719,6 +1719,7 @@ MAY_CHANGE = (
     *("total_episodes", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("local_rollout_forward_batch_size", "gradient_checkpointing"),
 )
+
 
 # Flags of all scripts with which a recipe describes its own data.
 DESCRIBE_DATA = (

@@ -16,7 +16,7 @@ If you know PPO (ppo_sentiment.py), this is what changes:
    judge compares the policy's summaries of held-out posts with reference summaries. The result is the win
    rate (`win_rate`).
 6. The k responses to a prompt share one forward pass over that prompt, in generation and in training
-   (`generate_groups`, `group_logprobs`). With gradient checkpointing, training rereads it for every
+   (`generate`, `response_logprobs`). With gradient checkpointing, training rereads it for every
    response, and with some models, such as Qwen3.5 (`can_reuse_prompts`).
 
     python rloo_tldr.py                             # recipe tiny: no download, no GPU, minutes on 2 cores
@@ -26,7 +26,7 @@ If you know PPO (ppo_sentiment.py), this is what changes:
     python rloo_tldr.py --resume RUN_FOLDER         # continue a stopped run; on a CPU, bit for bit
     python rloo_tldr.py judge --model-name-or-path MODEL --judge-model JUDGE --judge-url URL    # only judge
 
-Part I is the algorithm, from the training loop down to the math. Part II is infrastructure: models, rewards,
+Part I is the algorithm: flags, math, loop, rollout, model. Part II is infrastructure: models, rewards,
 judges, data, processes, run folder, flags. Papers: Buy 4 REINFORCE Samples, Get a Baseline for Free! (Kool et
 al. 2019), Back to Basics (Ahmadian et al. 2024), Learning to Summarize from Human Feedback (Stiennon et al.
 2020), The N+ Implementation Details of RLHF with PPO (Huang et al. 2024).
@@ -219,7 +219,7 @@ RECIPES = {
 }
 
 
-# ---- Training ----------------------------------------------------------------------------------------------
+# ---- Math: pure functions of tensors -----------------------------------------------------------------------
 #
 # Shapes: P prompts with k responses each make B = P * k rows; n rows in a micro-batch, C positions of the
 # prompt, T positions of the response, V tokens in the vocabulary, H hidden units. The k responses to a prompt
@@ -240,6 +240,77 @@ RECIPES = {
 #                    (In tables of samples, this is the "score paid". "score", there and in evaluations, is
 #                    the raw score.)
 #     reward         what RLOO maximizes: the score minus the KL penalty (with k2 or k3: the score)
+
+
+def length_mask(lengths, max_length):
+    """True on the first `lengths` positions of each row. [B] -> bool [B, max_length]"""
+    return torch.arange(max_length, device=lengths.device) < lengths[:, None]
+
+
+def kl_per_token(logprobs, ref_logprobs, estimator):
+    """Estimates of KL(policy || reference) from samples of the policy, in nats, any shape (Schulman 2020).
+
+    As a metric: k1 and k3 are unbiased, k2 is not. k2 and k3 are never negative.
+    In a reward, through which no gradient flows: only k1 leads to the gradient of KL(policy || reference).
+    In a loss: the expected gradient per token, given the tokens before it, for samples of the policy, is
+        k1  0, because the mean of grad log p(token) is 0 under p
+        k2  the gradient of KL(policy || reference)
+        k3  the gradient of KL(reference || policy)
+    """
+    log_ratio = logprobs - ref_logprobs
+    if estimator == "k1":
+        return log_ratio
+    if estimator == "k2":
+        return 0.5 * log_ratio**2
+    return torch.expm1(-log_ratio) + log_ratio  # k3
+
+
+def rloo_advantages(rewards, rloo_k):
+    """Reward minus the mean reward of the other responses to the same prompt. [P * k] -> [P * k]
+
+    The k rewards of a prompt are neighbors. Kool et al. 2019; Ahmadian et al. 2024, section 3. Unlike GRPO,
+    this does not divide by the standard deviation of the group, which would blow up differences between
+    rewards that are almost equal.
+    """
+    rewards = rewards.float().view(-1, rloo_k)  # [P, k]
+    rewards = rewards - rewards[:, :1]  # so that groups with equal rewards get exactly 0, without rounding
+    sum_of_others = rewards.sum(1, keepdim=True) - rewards  # [P, k]
+    baselines = sum_of_others / (rloo_k - 1)
+    return (rewards - baselines).flatten()
+
+
+def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
+    """PPO's clipped objective, negated (Schulman et al. 2017, eq. 7).
+
+    Any shape -> the loss, not reduced; the ratio; bool: clipping raised the loss. All of the same shape
+    """
+    assert logprobs.shape == old_logprobs.shape == advantages.shape  # [n] and [n, 1] would give [n, n]
+    log_ratio = logprobs - old_logprobs
+    ratio = torch.exp(log_ratio.clamp(max=40))  # inf times an advantage or gradient of 0 is nan
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
+    return torch.max(unclipped, clipped), ratio, clipped > unclipped
+
+
+def learning_rate(args, update, updates):
+    """The learning rate in update 1, 2, ..., updates. -> float
+
+    It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls towards 0: along
+    a line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
+    """
+    warmup = math.ceil(args.warmup_ratio * updates)
+    if update <= warmup:
+        return args.learning_rate * update / warmup
+    progress = (update - 1 - warmup) / (updates - warmup)  # from 0 to less than 1
+    factors = {
+        "constant": 1.0,
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+    }
+    return args.learning_rate * factors[args.lr_scheduler_type]
+
+
+# ---- Training ----------------------------------------------------------------------------------------------
 
 
 def train(args):
@@ -270,8 +341,8 @@ def train(args):
     set_template_options(tokenizer, args)
     refuse_appended_eos(tokenizer, tokenizer_name)
     train_rows, held_out_rows = load_splits(args.dataset_name)
-    train_posts = load_posts(train_rows, tokenizer, args)
-    held_out_posts = choose_held_out(load_posts(held_out_rows, tokenizer, args), args)
+    train_posts = load_prompts(train_rows, tokenizer, args)
+    held_out_posts = choose_held_out(load_prompts(held_out_rows, tokenizer, args), args)
     if len(held_out_posts) < world:
         raise UserError(f"{world} processes need as many held-out posts; there are {len(held_out_posts)}")
     # Functions of --reward-fn get this. global_step: updates so far. Both evaluations use the last value, so
@@ -283,7 +354,7 @@ def train(args):
     get_judge_scores = None
     if args.judge_fn is not None:
         get_judge_scores = partial(score_responses, load_functions([args.judge_fn]), trainer_state, device)
-    get_scores = partial(score_responses, load_summary_reward(args, device), trainer_state, device)
+    get_scores = partial(score_responses, load_reward(args, device), trainer_state, device)
     judge = None
     if accelerator.is_main_process:  # only one process asks a judge on a server
         judge = load_judge(args, tokenizer, trainer_state, device)
@@ -291,7 +362,7 @@ def train(args):
     policy = load_policy(args, policy_name, device)
     ref_model = load_reference(args, policy, policy_name, device)
     max_tokens = max(len(post["ids"]) for post in train_posts + held_out_posts) + T
-    check_group_model(policy, policy_name, max_tokens)
+    check_model(policy, policy_name, max_tokens)
     # Three names for the same weights. `policy`, the Hugging Face model, generates. `model` wraps it: its
     # forward pass gives log-probabilities. `learner` is what the optimizer trains: model itself, DDP around
     # it or, with FSDP2 and ZeRO-3, a sharded copy, whose weights copy_weights copies back after each update.
@@ -312,11 +383,11 @@ def train(args):
     # The held-out posts, and the random numbers for one summary of each, depend only on the seed. So the
     # evaluations before and after training use the same ones, and so does a resumed run: `before` is always
     # measured with the policy before RLOO, since run.start loads a checkpoint only below.
-    held_out = draw_groups(held_out_posts, 1, args, "held-out")
+    held_out = draw_batch(held_out_posts, 1, args, "held-out")
     # respond(batch) -> b, responses. It samples, calls get_scores, and computes log-probabilities.
-    respond = partial(rollout_groups, model, ref_model, tokenizer, stop_ids, get_scores, args=args)
+    respond = partial(rollout, model, ref_model, tokenizer, stop_ids, get_scores, args=args)
     with autocast:
-        before = evaluate_summaries(respond, held_out, args, accelerator)
+        before = evaluate(respond, held_out, args, accelerator)
 
     learner, optimizer = make_learner(model, args, accelerator)
     state = run.start(B)  # update 0 in a new run
@@ -335,7 +406,7 @@ def train(args):
         set_global_seed(args.seed, update, accelerator.process_index)
         # The next P posts of an endless stream of shuffled passes.
         post_numbers = stream_rows(len(train_posts), (update - 1) * P, P, args.seed)
-        prompt_batch = draw_groups([train_posts[i] for i in post_numbers], k, args, update)
+        prompt_batch = draw_batch([train_posts[i] for i in post_numbers], k, args, update)
         with accelerator.split_between_processes(prompt_batch) as prompt_share, autocast:
             b, responses = respond(prompt_share)
         # The scores of --judge-fn are only logged. If they fall while those of the reward rise, the policy
@@ -370,10 +441,10 @@ def train(args):
 
         # 5. Update. A minibatch, and each process's share of it, consists of whole groups, drawn from the
         #    global batch. It is trained on n rows at a time, and neighboring rows of a group share one pass
-        #    over their prompt (group_logprobs). n need not be a multiple of k: if a micro-batch cuts a group,
-        #    its prompt is read once more. The loss is the sum over this process's responses, divided by the
-        #    number of responses in the minibatch on all processes. So the gradient does not depend on how a
-        #    minibatch is split.
+        #    over their prompt (response_logprobs). n need not be a multiple of k: if a micro-batch cuts a
+        #    group, its prompt is read once more. The loss is the sum over this process's responses, divided by
+        #    the number of responses in the minibatch on all processes. So the gradient does not depend on how
+        #    a minibatch is split.
         learner.train(args.gradient_checkpointing)  # there is no dropout; only checkpointing needs train mode
         for param_group in optimizer.param_groups:
             param_group["lr"] = learning_rate(args, update, updates)
@@ -397,7 +468,7 @@ def train(args):
                         # The action is the whole response: its log-probability is the sum over its tokens.
                         new_logprobs = new_token_logprobs.sum(1)  # [n]; no mask: 0 after the end
                         old_logprobs = b["logprobs"][rows].sum(1)  # [n]
-                        policy_loss = clipped_policy_loss(
+                        policy_loss, ratio, is_clipped = clipped_policy_loss(
                             new_logprobs, old_logprobs, advantages[rows], args.cliprange
                         )
                         response_loss = policy_loss  # [n]
@@ -411,12 +482,11 @@ def train(args):
 
                     with torch.no_grad():
                         log_ratio = new_logprobs - old_logprobs
-                        ratio = log_ratio.clamp(max=40).exp()  # the square of a larger one may be infinite
                         response_metrics = {
                             "loss/policy_avg": policy_loss,
                             "policy/approxkl_avg": 0.5 * log_ratio**2,
                             # clipfrac: the fraction of responses whose loss is higher because of clipping.
-                            "policy/clipfrac_avg": policy_loss > -advantages[rows] * ratio,
+                            "policy/clipfrac_avg": is_clipped,
                             "val/ratio": ratio,
                             "val/ratio_var": (ratio - 1) ** 2,  # becomes the variance below
                             "entropy": entropies.sum(1),
@@ -490,7 +560,7 @@ def train(args):
         if args.eval_every and update % args.eval_every == 0 and update < updates:
             trainer_state.global_step = updates  # as in the other evaluations
             with autocast:
-                evaluation, columns = evaluate_summaries(respond, held_out, args, accelerator)
+                evaluation, columns = evaluate(respond, held_out, args, accelerator)
             if judge is not None:
                 evaluation |= win_rate(judge(held_out_posts, columns["response"]))
             metrics |= {f"eval/{name}": x for name, x in evaluation.items()}
@@ -520,10 +590,10 @@ def train(args):
     # 8. Evaluate on the same held-out posts again, save the model, and judge both evaluations.
     trainer_state.global_step = updates
     with autocast:
-        after = evaluate_summaries(respond, held_out, args, accelerator)
+        after = evaluate(respond, held_out, args, accelerator)
     if accelerator.is_main_process:
         save_policy(policy, tokenizer, run.folder / "model")
-        report_summaries(run, judge, held_out_posts, before, after)
+        report_evaluation(run, judge, held_out_posts, before, after)
     run.finish()
     return model, run.folder
 
@@ -531,10 +601,10 @@ def train(args):
 # ---- Evaluation --------------------------------------------------------------------------------------------
 
 
-def evaluate_summaries(respond, batch, args, accelerator):
+def evaluate(respond, batch, args, accelerator):
     """Summarize the held-out posts, with the same random numbers before and after training.
 
-    respond: rollout_groups, with everything but the batch filled in. Each process takes its share of the
+    respond: rollout, with everything but the batch filled in. Each process takes its share of the
     posts.
     -> metrics: dict of floats; columns: dict of lists with one entry per post, such as prompt, response and
     score (before clip and penalty)
@@ -600,7 +670,7 @@ def distinct_bigrams(texts):
 # ---- Rollout -----------------------------------------------------------------------------------------------
 
 
-def draw_groups(examples, k, args, purpose):
+def draw_batch(examples, k, args, purpose):
     """Prompts, left-padded to the longest one, and random numbers to sample k responses to each.
 
     examples: P dicts with ids, the tokens of the prompt; purpose: the number of the update, or "held-out"
@@ -615,12 +685,6 @@ def draw_groups(examples, k, args, purpose):
     return dict(examples=examples, ids=ids, mask=mask, uniforms=uniforms)
 
 
-def generator_for(seed, *purpose):
-    """A random generator for one purpose, such as (seed, "tokens", update), independent of all others."""
-    # random.Random hashes a str with SHA-512, which is the same in every process; hash() is not.
-    return torch.Generator().manual_seed(random.Random(repr((seed, *purpose))).getrandbits(63))
-
-
 def stream_rows(num_rows, start, count, seed):
     """Row numbers start ... start + count - 1 of an endless stream of shuffled passes. -> [count]"""
     first, last = start // num_rows, (start + count - 1) // num_rows
@@ -629,8 +693,14 @@ def stream_rows(num_rows, start, count, seed):
     return rows[start - first * num_rows :][:count]
 
 
+def generator_for(seed, *purpose):
+    """A random generator for one purpose, such as (seed, "tokens", update), independent of all others."""
+    # random.Random hashes a str with SHA-512, which is the same in every process; hash() is not.
+    return torch.Generator().manual_seed(random.Random(repr((seed, *purpose))).getrandbits(63))
+
+
 @torch.no_grad()
-def rollout_groups(model, ref_model, tokenizer, stop_ids, get_scores, batch, args):
+def rollout(model, ref_model, tokenizer, stop_ids, get_scores, batch, args):
     """Sample k responses to each post, score them, and compute old and reference log-probabilities.
 
     get_scores(examples, responses, response_tokens) -> dict: name of the reward -> [P * k]
@@ -655,7 +725,7 @@ def rollout_groups(model, ref_model, tokenizer, stop_ids, get_scores, batch, arg
         t = b["lengths"][rows].max().item()
         inputs = b["ids"][rows, : C + t], b["mask"][rows, : C + t], t, args.temperature
         logprobs[rows, :t], entropies[rows, :t] = model(*inputs)
-        ref_logprobs[rows, :t] = reference_group_logprobs(ref_model, model.policy, *inputs)
+        ref_logprobs[rows, :t] = reference_logprobs(ref_model, model.policy, *inputs)
 
     b |= {
         "raw_scores": weighted_sum(scores_by_name, args.reward_weights),
@@ -664,6 +734,16 @@ def rollout_groups(model, ref_model, tokenizer, stop_ids, get_scores, batch, arg
         "entropies": entropies,
     }
     return b, responses
+
+
+def weighted_sum(scores, weights=None):
+    """The sum of weight * score.
+
+    scores: dict of name -> [B]; weights: floats in the same order, or None for 1 each. -> [B]
+    A nan means that a score does not apply to a row (the function returned None), and counts as 0.
+    """
+    weights = weights or [1.0] * len(scores)
+    return sum(weight * values.nan_to_num() for weight, values in zip(weights, scores.values(), strict=True))
 
 
 def sorted_groups(groups, lengths, k, reuses_prompts):
@@ -697,7 +777,7 @@ def sample_responses(policy, tokenizer, stop_ids, get_scores, batch, args):
     groups_at_once = max(1, args.local_rollout_forward_batch_size // k)
     for groups in torch.arange(P, device=stop_ids.device).split(groups_at_once):
         inputs = batch["ids"][groups], batch["mask"][groups], batch["uniforms"][groups]
-        outputs.append(generate_groups(policy, *inputs, stop_ids, args.temperature))
+        outputs.append(generate(policy, *inputs, stop_ids, args.temperature))
     tokens, sampling_logprobs = [torch.cat(parts) for parts in zip(*outputs)]  # [P * k, T] each
     prompt_ids = batch["ids"].repeat_interleave(k, 0)  # [P * k, C]
     prompt_mask = batch["mask"].repeat_interleave(k, 0)
@@ -728,7 +808,7 @@ def sample_responses(policy, tokenizer, stop_ids, get_scores, batch, args):
 
 
 @torch.no_grad()
-def generate_groups(policy, ids, mask, uniforms, stop_ids, temperature):
+def generate(policy, ids, mask, uniforms, stop_ids, temperature):
     """Sample k responses to each prompt, until a stop token or T tokens. No top-k, no top-p.
 
     Left-padded ids, mask [P, C]; uniforms [P, k, T], one random number per token; stop_ids [any number]
@@ -778,6 +858,32 @@ def sample_next(head, hidden, uniforms, temperature):
     return token, probs.gather(1, token[:, None]).squeeze(1).log()
 
 
+def sample_tokens(probs, uniforms):
+    """Sample one token per row by inverting the cumulative distribution. fp32 [B, V], [B] in [0, 1) -> [B]
+
+    Unlike torch.multinomial, each token depends only on its own row and its own uniform number. So for the
+    same probabilities, the samples are the same no matter how a batch is split. Uniforms and sums are in
+    fp64. In fp32, uniforms would be multiples of 2^-24, which miss most tokens with probabilities below 6e-8,
+    and sums would lose small probabilities.
+    """
+    ends = probs.cumsum(1, dtype=torch.float64)  # [B, V]
+    target = uniforms[:, None] * ends[:, -1:]  # [B, 1]
+    # right=True never selects what has probability 0. With NaN, the index is past the end, hence the clamp.
+    # (Then the loss is NaN too, and the run ends with an error message.)
+    token = torch.searchsorted(ends, target, right=True).squeeze(1)
+    return token.clamp(max=probs.shape[1] - 1)
+
+
+def response_lengths(tokens, stop_token_id):
+    """Number of tokens up to and including the first stop token; T if there is none. [B, T] -> [B]
+
+    stop_token_id: one id, or a tensor of several
+    """
+    T = tokens.shape[1]
+    position = torch.arange(1, T + 1, device=tokens.device)  # [T]
+    return torch.where(torch.isin(tokens, stop_token_id), position, T).amin(1)
+
+
 # ---- Policy and reference ----------------------------------------------------------------------------------
 
 
@@ -793,21 +899,21 @@ class Policy(nn.Module):
 
         ids [B, C + T], bool mask [B, C + T] -> both fp32 [B, T], 0 after the end of a response
         """
-        return group_logprobs(self.policy, ids, mask, T, temperature)
+        return response_logprobs(self.policy, ids, mask, T, temperature)
 
 
-def reference_group_logprobs(ref_model, policy, *inputs):
+def reference_logprobs(ref_model, policy, *inputs):
     """Log-probabilities under the reference or, if ref_model is None, the policy without its LoRA adapter.
 
-    inputs: those of group_logprobs -> fp32 [B, T]
+    inputs: those of response_logprobs -> fp32 [B, T]
     """
     if ref_model is not None:
-        return group_logprobs(ref_model, *inputs)[0]
+        return response_logprobs(ref_model, *inputs)[0]
     with policy.disable_adapter():
-        return group_logprobs(policy, *inputs)[0]
+        return response_logprobs(policy, *inputs)[0]
 
 
-def group_logprobs(lm, ids, mask, T, temperature):
+def response_logprobs(lm, ids, mask, T, temperature):
     """Log-probabilities of the last T tokens of each row, 0 after the end of a response.
 
     ids [B, C + T], bool mask [B, C + T] -> logprobs, entropies, both fp32 [B, T]
@@ -906,110 +1012,6 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
             outputs.append(checkpoint(logprobs_of_chunk, *chunk, use_reentrant=False))
     logprobs, entropies = zip(*outputs)
     return torch.cat(logprobs), torch.cat(entropies)
-
-
-# ---- Math: pure functions of tensors -----------------------------------------------------------------------
-
-
-def sample_tokens(probs, uniforms):
-    """Sample one token per row by inverting the cumulative distribution. fp32 [B, V], [B] in [0, 1) -> [B]
-
-    Unlike torch.multinomial, each token depends only on its own row and its own uniform number. So for the
-    same probabilities, the samples are the same no matter how a batch is split. Uniforms and sums are in
-    fp64. In fp32, uniforms would be multiples of 2^-24, which miss most tokens with probabilities below 6e-8,
-    and sums would lose small probabilities.
-    """
-    ends = probs.cumsum(1, dtype=torch.float64)  # [B, V]
-    target = uniforms[:, None] * ends[:, -1:]  # [B, 1]
-    # right=True never selects what has probability 0. With NaN, the index is past the end, hence the clamp.
-    # (Then the loss is NaN too, and the run ends with an error message.)
-    token = torch.searchsorted(ends, target, right=True).squeeze(1)
-    return token.clamp(max=probs.shape[1] - 1)
-
-
-def response_lengths(tokens, stop_token_id):
-    """Number of tokens up to and including the first stop token; T if there is none. [B, T] -> [B]
-
-    stop_token_id: one id, or a tensor of several
-    """
-    T = tokens.shape[1]
-    position = torch.arange(1, T + 1, device=tokens.device)  # [T]
-    return torch.where(torch.isin(tokens, stop_token_id), position, T).amin(1)
-
-
-def length_mask(lengths, max_length):
-    """True on the first `lengths` positions of each row. [B] -> bool [B, max_length]"""
-    return torch.arange(max_length, device=lengths.device) < lengths[:, None]
-
-
-def weighted_sum(scores, weights=None):
-    """The sum of weight * score.
-
-    scores: dict of name -> [B]; weights: floats in the same order, or None for 1 each. -> [B]
-    A nan means that a score does not apply to a row (the function returned None), and counts as 0.
-    """
-    weights = weights or [1.0] * len(scores)
-    return sum(weight * values.nan_to_num() for weight, values in zip(weights, scores.values(), strict=True))
-
-
-def kl_per_token(logprobs, ref_logprobs, estimator):
-    """Estimates of KL(policy || reference) from samples of the policy, in nats, any shape (Schulman 2020).
-
-    As a metric: k1 and k3 are unbiased, k2 is not. k2 and k3 are never negative.
-    In a reward, through which no gradient flows: only k1 leads to the gradient of KL(policy || reference).
-    In a loss: the expected gradient per token, given the tokens before it, for samples of the policy, is
-        k1  0, because the mean of grad log p(token) is 0 under p
-        k2  the gradient of KL(policy || reference)
-        k3  the gradient of KL(reference || policy)
-    """
-    log_ratio = logprobs - ref_logprobs
-    if estimator == "k1":
-        return log_ratio
-    if estimator == "k2":
-        return 0.5 * log_ratio**2
-    return torch.expm1(-log_ratio) + log_ratio  # k3
-
-
-def rloo_advantages(rewards, rloo_k):
-    """Reward minus the mean reward of the other responses to the same prompt. [P * k] -> [P * k]
-
-    The k rewards of a prompt are neighbors. Kool et al. 2019; Ahmadian et al. 2024, section 3. Unlike GRPO,
-    this does not divide by the standard deviation of the group, which would blow up differences between
-    rewards that are almost equal.
-    """
-    rewards = rewards.float().view(-1, rloo_k)  # [P, k]
-    rewards = rewards - rewards[:, :1]  # so that groups with equal rewards get exactly 0, without rounding
-    sum_of_others = rewards.sum(1, keepdim=True) - rewards  # [P, k]
-    baselines = sum_of_others / (rloo_k - 1)
-    return (rewards - baselines).flatten()
-
-
-def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
-    """PPO's clipped objective, negated (Schulman et al. 2017, eq. 7). Any shape -> same shape, unreduced"""
-    assert logprobs.shape == old_logprobs.shape == advantages.shape  # [n] and [n, 1] would give [n, n]
-    log_ratio = logprobs - old_logprobs
-    ratio = torch.exp(log_ratio.clamp(max=40))  # inf times an advantage or gradient of 0 is nan
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
-    return torch.max(unclipped, clipped)
-
-
-def learning_rate(args, update, updates):
-    """The learning rate in update 1, 2, ..., updates. -> float
-
-    It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls towards 0: along
-    a line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
-    """
-    warmup = math.ceil(args.warmup_ratio * updates)
-    if update <= warmup:
-        return args.learning_rate * update / warmup
-    progress = (update - 1 - warmup) / (updates - warmup)  # from 0 to less than 1
-    factors = {
-        "constant": 1.0,
-        "linear": 1.0 - progress,
-        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
-    }
-    return args.learning_rate * factors[args.lr_scheduler_type]
 
 
 # ============================================================================================================
@@ -1134,7 +1136,7 @@ def set_template_options(tokenizer, args):
 
 
 @torch.no_grad()
-def check_group_model(lm, name, max_tokens):
+def check_model(lm, name, max_tokens):
     """Refuse a model unless sampling, update and the model itself compute the same log-probabilities.
 
     This samples two responses to each of two left-padded prompts. Prompt and response have max_tokens tokens,
@@ -1151,13 +1153,13 @@ def check_group_model(lm, name, max_tokens):
     mask = length_mask(prompt_lengths, C).flip(1)
     no_stop = torch.tensor([-1], device=device)
     uniforms = torch.rand(2, 2, T, dtype=torch.float64, device=device)
-    first_tokens, _ = generate_groups(lm.eval(), ids, mask, uniforms[:, :, :1], no_stop, 1.0)
+    first_tokens, _ = generate(lm.eval(), ids, mask, uniforms[:, :, :1], no_stop, 1.0)
     stop_id = first_tokens[0, 0]
-    tokens, sampled = generate_groups(lm, ids, mask, uniforms, stop_id, 1.0)  # [4, T] each
+    tokens, sampled = generate(lm, ids, mask, uniforms, stop_id, 1.0)  # [4, T] each
     lengths = response_lengths(tokens, stop_id)
     ids = torch.cat([ids.repeat_interleave(2, 0), tokens], 1)
     mask = torch.cat([mask.repeat_interleave(2, 0), length_mask(lengths, T)], 1)
-    updated, _ = group_logprobs(lm.train(), ids, mask, T, 1.0)  # [4, T]
+    updated, _ = response_logprobs(lm.train(), ids, mask, T, 1.0)  # [4, T]
     compare_logprobs(lm, name, ids, mask, lengths, sampled, updated)
 
 
@@ -1326,7 +1328,7 @@ def can_be_recorded(policy, cache):
 
 
 def generate_recorded(policy, cache, hidden, mask, uniforms, stop_ids, temperature):
-    """The loop over tokens of generate_groups on a GPU: the same tokens up to rounding, in less time.
+    """The loop over tokens of generate on a GPU: the same tokens up to rounding, in less time.
 
     It works in rounds. Within a round, all steps are the same for the GPU, so that `repeat` can record one:
     no shape changes, and nothing is copied to the CPU. Before a round, mask and cache get room for its
@@ -1421,7 +1423,38 @@ class FixedSizeLayer(DynamicLayer):
 # ---- Rewards -----------------------------------------------------------------------------------------------
 
 
-def load_summary_reward(args, device):
+@torch.no_grad()
+def score_tokens(model, texts, batch_size):
+    """Class logits of texts, batch_size at a time. texts: lists of token ids -> fp32 [len(texts), classes]"""
+    lengths = torch.tensor([len(ids) for ids in texts], device=model.device)
+    logits = torch.zeros(len(texts), model.config.num_labels, device=model.device)
+    for rows in lengths.argsort(stable=True).split(batch_size):  # similar lengths need little padding
+        ids = [torch.tensor(texts[i]) for i in rows.tolist()]
+        ids = nn.utils.rnn.pad_sequence(ids, batch_first=True).to(model.device)  # [rows, L]
+        logits[rows] = sequence_logits(model, ids, length_mask(lengths[rows], ids.shape[1]))
+    return logits
+
+
+def sequence_logits(model, ids, mask):
+    """Class logits of right-padded texts. [B, L], bool [B, L] -> fp32 [B, classes]
+
+    A decoder is read at its last real token, found by its length: looking for `token != pad` would miss a
+    real EOS if pad is EOS.
+    """
+    if not hasattr(model, "score"):  # BERT and its family
+        # The head runs inside this call, and bf16 would round its logits. So all of BERT runs in fp32.
+        with torch.autocast(ids.device.type, enabled=False):
+            return model(input_ids=ids, attention_mask=mask.long()).logits
+    # Padding is on the right, so the model's default positions are correct.
+    outputs = model.base_model(input_ids=ids, attention_mask=mask.long(), use_cache=False)
+    hidden = outputs.last_hidden_state  # [B, L, H]
+    rows = torch.arange(len(ids), device=ids.device)
+    last = mask.sum(1) - 1  # [B]
+    with torch.autocast(ids.device.type, enabled=False):  # bf16 would round the logits
+        return model.score(hidden[rows, last].float())
+
+
+def load_reward(args, device):
     """The functions of --reward-fn, or the reward model. -> dict: name -> function"""
     if args.reward_fn is not None:
         return load_functions(args.reward_fn)
@@ -1584,38 +1617,8 @@ def with_eos(ids, tokenizer):
     return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
 
 
-@torch.no_grad()
-def score_tokens(model, texts, batch_size):
-    """Class logits of texts, batch_size at a time. texts: lists of token ids -> fp32 [len(texts), classes]"""
-    lengths = torch.tensor([len(ids) for ids in texts], device=model.device)
-    logits = torch.zeros(len(texts), model.config.num_labels, device=model.device)
-    for rows in lengths.argsort(stable=True).split(batch_size):  # similar lengths need little padding
-        ids = [torch.tensor(texts[i]) for i in rows.tolist()]
-        ids = nn.utils.rnn.pad_sequence(ids, batch_first=True).to(model.device)  # [rows, L]
-        logits[rows] = sequence_logits(model, ids, length_mask(lengths[rows], ids.shape[1]))
-    return logits
-
-
-def sequence_logits(model, ids, mask):
-    """Class logits of right-padded texts. [B, L], bool [B, L] -> fp32 [B, classes]
-
-    A decoder is read at its last real token, found by its length: looking for `token != pad` would miss a
-    real EOS if pad is EOS.
-    """
-    if not hasattr(model, "score"):  # BERT and its family
-        # The head runs inside this call, and bf16 would round its logits. So all of BERT runs in fp32.
-        with torch.autocast(ids.device.type, enabled=False):
-            return model(input_ids=ids, attention_mask=mask.long()).logits
-    # Padding is on the right, so the model's default positions are correct.
-    outputs = model.base_model(input_ids=ids, attention_mask=mask.long(), use_cache=False)
-    hidden = outputs.last_hidden_state  # [B, L, H]
-    rows = torch.arange(len(ids), device=ids.device)
-    last = mask.sum(1) - 1  # [B]
-    with torch.autocast(ids.device.type, enabled=False):  # bf16 would round the logits
-        return model.score(hidden[rows, last].float())
-
-
 # ---- Judges ------------------------------------------------------------------------------------------------
+
 
 QUESTION = """Which of two summaries of a forum post is better? A good summary is short, true to the post, \
 and keeps what matters most.
@@ -1718,11 +1721,11 @@ def judge_policy(args):
     if judge is None:
         raise UserError("judge needs --judge-model or --judge-fn")
     _, rows = load_splits(args.dataset_name)
-    posts = choose_held_out(load_posts(rows, tokenizer, args), args)
+    posts = choose_held_out(load_prompts(rows, tokenizer, args), args)
     policy = load_model(AutoModelForCausalLM, name, **eight_bit(args)).to(device)
-    check_group_model(policy, name, max(len(post["ids"]) for post in posts) + args.response_length)
+    check_model(policy, name, max(len(post["ids"]) for post in posts) + args.response_length)
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)
-    batch = draw_groups(posts, 1, args, "held-out")  # the posts and random numbers of the evaluation in train
+    batch = draw_batch(posts, 1, args, "held-out")  # the posts and random numbers of the evaluation in train
     with torch.autocast(device.type, torch.bfloat16, enabled=wants_bf16(args, device)):
         _, responses = sample_responses(policy, tokenizer, stop_ids, lambda *inputs: {}, batch, args)
     metrics = win_rate(judge(posts, responses))
@@ -1814,7 +1817,7 @@ def read_rows(path):
     return rows
 
 
-def load_posts(rows, tokenizer, args):
+def load_prompts(rows, tokenizer, args):
     """The posts that are short enough, as a list of dict:
 
     ids: token ids of the prompt; prompt: as in the data, a str or a list of messages; reference: str, "" if
@@ -2310,10 +2313,10 @@ def rows_of(columns):
     return [dict(zip(columns, row)) for row in zip(*columns.values())]
 
 
-def report_summaries(run, judge, posts, before, after):
+def report_evaluation(run, judge, posts, before, after):
     """The final tables, evaluation.json and evaluation_samples.jsonl.
 
-    before, after: from evaluate_summaries; judge: from load_judge, or None
+    before, after: from evaluate; judge: from load_judge, or None
     """
     args = run.args
     metrics_before, old = before
@@ -2390,6 +2393,7 @@ MAY_CHANGE = (
     *("total_episodes", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("local_rollout_forward_batch_size", "gradient_checkpointing"),
 )
+
 
 # Flags of all scripts with which a recipe describes its own data.
 DESCRIBE_DATA = (

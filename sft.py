@@ -17,7 +17,7 @@ If you know nanoGPT's train.py, this is what differs:
 5. The loss is a sum over tokens divided by the number of labeled tokens in the global batch. Rows have
    different numbers of labels, so a mean of means would depend on how the batch is split.
 6. Logits are computed for 128 positions at a time, and only at positions that have a label.
-7. The model is nearly any causal language model of transformers (`check_language_model` says which are
+7. The model is nearly any causal language model of transformers (`check_model` says which are
    refused): pretrained, with or without LoRA, or with random weights. Pretrained models are trained without
    dropout, as in the other scripts. Models with random weights keep the dropout that their config sets.
 8. The optimizer has PyTorch's defaults. AdamW's weight decay of 0.01 applies to all weights, including
@@ -37,7 +37,7 @@ If you know nanoGPT's train.py, this is what differs:
     torchrun --nproc_per_node 2 sft.py                 # two processes, twice the batch
     python sft.py --resume RUN_FOLDER                  # continue a stopped run; on a CPU, bit for bit
 
-Part I is the algorithm, from the training loop down to documents and rows. Part II is infrastructure: models,
+Part I is the algorithm: flags, math, loop, data, model. Part II is infrastructure: models,
 data, processes, run folder, flags. Papers: the first step of InstructGPT (Ouyang et al. 2022), packing
 without cross-contamination (Krell et al. 2021), LoRA (Hu et al. 2021), The N+ Implementation Details of RLHF
 with PPO ("N+ paper", Huang et al. 2024).
@@ -274,10 +274,59 @@ RECIPES = {
 }
 
 
-# ---- Training ----------------------------------------------------------------------------------------------
+# ---- Math --------------------------------------------------------------------------------------------------
 #
 # Shapes: B packed rows, n in a micro-batch, L positions in a row, V tokens in the vocabulary, H hidden units,
 # N positions with a label. Inside a function, B is the number of rows it is given.
+
+
+def next_token_loss(hidden, weight, labels, bias=None):
+    """The sum of the labels' cross-entropies in nats, and how often the model's likeliest token was right.
+
+    hidden [N, H], weight [V, H], labels [N], bias [V] or None -> two scalars. The logits of all N labels may
+    need more memory than the model, so they are computed for at most 128 positions at once.
+    """
+    with torch.autocast(hidden.device.type, enabled=False):  # logits in bf16 would be too coarse
+        hidden, weight = hidden.float(), weight.float()
+        chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=128)
+        # As F.cross_entropy(F.linear(hidden, weight, bias), labels), but the gradient of a chunk is computed
+        # right after its loss, so its logits need not be kept. (To weight tokens: reduction="none", which
+        # computes them again in the backward pass. With label_smoothing, PyTorch keeps all logits.)
+        loss_sum = F.linear_cross_entropy(
+            hidden, weight, labels, linear_bias=bias, reduction="sum", options=chunks
+        )
+        correct_sum = 0
+        with torch.no_grad():  # it does not return the logits, so compute them again
+            for chunk, chunk_labels in zip(hidden.split(128), labels.split(128)):
+                predicted = F.linear(chunk, weight, bias).argmax(1)
+                correct_sum += (predicted == chunk_labels).sum()
+    return loss_sum, correct_sum
+
+
+def perplexity(loss):
+    """exp(loss). math.exp raises an error if the result is too large, so there is a limit."""
+    return math.exp(min(loss, 700))
+
+
+def learning_rate(args, update, updates):
+    """The learning rate in update 1, 2, ..., updates. -> float
+
+    It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls towards 0: along
+    a line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
+    """
+    warmup = math.ceil(args.warmup_ratio * updates)
+    if update <= warmup:
+        return args.learning_rate * update / warmup
+    progress = (update - 1 - warmup) / (updates - warmup)  # from 0 to less than 1
+    factors = {
+        "constant": 1.0,
+        "linear": 1.0 - progress,
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+    }
+    return args.learning_rate * factors[args.lr_scheduler_type]
+
+
+# ---- Training ----------------------------------------------------------------------------------------------
 
 
 def train(args):
@@ -311,7 +360,7 @@ def train(args):
     held_out_rows = pack(held_out, args.max_length, args.packing)
 
     model = LanguageModel(load_language_model(args, tokenizer, documents)).to(device)
-    check_language_model(model.lm, args)
+    check_model(model.lm, args)
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
     name = args.model_name_or_path
@@ -329,7 +378,7 @@ def train(args):
 
     # This must come before run.start, which may load a checkpoint: `before` is always the untrained model.
     with autocast:
-        before = held_out_metrics(model, held_out_rows, accelerator, args)
+        before = evaluate(model, held_out_rows, accelerator, args)
 
     # `model` is evaluated and saved, `learner` is trained. With one process or DDP they share their weights,
     # which accelerate moves back to the GPU at once. With FSDP2 and ZeRO-3 the learner is a sharded copy, and
@@ -393,7 +442,7 @@ def train(args):
             copy_weights(learner, model)  # does nothing if they share their weights
             model.to(device)
             with autocast:
-                evaluation = held_out_metrics(model, held_out_rows, accelerator, args)
+                evaluation = evaluate(model, held_out_rows, accelerator, args)
             metrics |= {f"eval/{name}": x for name, x in evaluation.items()}
         run.log(metrics)
         run.checkpoint({"update": update, "batch_size": B})
@@ -402,11 +451,11 @@ def train(args):
     copy_weights(learner, model)  # does nothing if they share their weights
     model.to(device)
     with autocast:
-        after = held_out_metrics(model, held_out_rows, accelerator, args)
+        after = evaluate(model, held_out_rows, accelerator, args)
         set_global_seed(args.seed, "samples")
         samples = write_samples(model.lm, tokenizer, held_out[: args.num_samples])
     if accelerator.is_main_process:
-        report_held_out(run, before, after, samples, len(held_out))
+        report_evaluation(run, before, after, samples, len(held_out))
         save_policy(model.lm, tokenizer, run.folder / "model")
     run.finish()
     return model.lm, run.folder
@@ -416,7 +465,7 @@ def train(args):
 
 
 @torch.no_grad()
-def held_out_metrics(model, rows, accelerator, args):
+def evaluate(model, rows, accelerator, args):
     """Loss in nats per token, token accuracy and perplexity. Each process takes its share of the rows."""
     model.eval()
     n = args.per_device_train_batch_size
@@ -459,92 +508,6 @@ def write_samples(lm, tokenizer, documents):
     return samples
 
 
-# ---- Language model ----------------------------------------------------------------------------------------
-
-
-class LanguageModel(nn.Module):
-    """A causal language model whose forward pass returns the loss.
-
-    DDP, FSDP2 and DeepSpeed wrap this module. They only intervene in its forward pass, so the body and
-    head.weight must be used there, not in train().
-    """
-
-    def __init__(self, lm):
-        super().__init__()
-        self.lm = lm
-
-    def forward(self, ids, labels, positions):
-        """[B, L] each -> the sum of the losses, and the number of correct tokens, over all labels but -100"""
-        body, head = body_and_head(self.lm)
-        hidden = document_states(body, ids, positions)  # [B, L, H]
-        hidden, labels = hidden[:, :-1], labels[:, 1:]  # the state at position t - 1 predicts token t
-        # The output layer is large, so only positions with a label go through it.
-        valid = labels != -100  # [B, L - 1]
-        return next_token_loss(hidden[valid], head.weight, labels[valid], head.bias)
-
-
-def document_states(body, ids, positions):
-    """Last hidden states of rows that may hold several documents. [B, L], [B, L] -> [B, L, H]
-
-    There is no attention mask, so transformers makes a causal one, which is block-diagonal if the positions
-    start again at 0 (masking_utils.find_packed_sequence_indices).
-    """
-    return body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
-
-
-def body_and_head(lm):
-    """The transformer of a causal language model, and its output layer. Works with and without LoRA."""
-    if hasattr(lm, "get_base_model"):
-        lm = lm.get_base_model()  # peft: this only unwraps, the adapter stays inside the layers
-    return lm.base_model, lm.get_output_embeddings()
-
-
-def next_token_loss(hidden, weight, labels, bias=None):
-    """The sum of the labels' cross-entropies in nats, and how often the model's likeliest token was right.
-
-    hidden [N, H], weight [V, H], labels [N], bias [V] or None -> two scalars. The logits of all N labels may
-    need more memory than the model, so they are computed for at most 128 positions at once.
-    """
-    with torch.autocast(hidden.device.type, enabled=False):  # logits in bf16 would be too coarse
-        hidden, weight = hidden.float(), weight.float()
-        chunks = nn.LinearCrossEntropyOptions(batch_chunk_size=128)
-        # As F.cross_entropy(F.linear(hidden, weight, bias), labels), but the gradient of a chunk is computed
-        # right after its loss, so its logits need not be kept. (To weight tokens: reduction="none", which
-        # computes them again in the backward pass. With label_smoothing, PyTorch keeps all logits.)
-        loss_sum = F.linear_cross_entropy(
-            hidden, weight, labels, linear_bias=bias, reduction="sum", options=chunks
-        )
-        correct_sum = 0
-        with torch.no_grad():  # it does not return the logits, so compute them again
-            for chunk, chunk_labels in zip(hidden.split(128), labels.split(128)):
-                predicted = F.linear(chunk, weight, bias).argmax(1)
-                correct_sum += (predicted == chunk_labels).sum()
-    return loss_sum, correct_sum
-
-
-def perplexity(loss):
-    """exp(loss). math.exp raises an error if the result is too large, so there is a limit."""
-    return math.exp(min(loss, 700))
-
-
-def learning_rate(args, update, updates):
-    """The learning rate in update 1, 2, ..., updates. -> float
-
-    It rises linearly in the first warmup_ratio of the updates. Then it is constant, or falls towards 0: along
-    a line, or along half a period of a cosine (Loshchilov and Hutter 2017, eq. 5).
-    """
-    warmup = math.ceil(args.warmup_ratio * updates)
-    if update <= warmup:
-        return args.learning_rate * update / warmup
-    progress = (update - 1 - warmup) / (updates - warmup)  # from 0 to less than 1
-    factors = {
-        "constant": 1.0,
-        "linear": 1.0 - progress,
-        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
-    }
-    return args.learning_rate * factors[args.lr_scheduler_type]
-
-
 # ---- Documents: token ids and labels -----------------------------------------------------------------------
 #
 # An example is one entry of the data set (a dict), a document is a pair of arrays, ids and labels. Two
@@ -555,6 +518,20 @@ def learning_rate(args, update, updates):
 #     positions    0      1      2      3      4      5      0      1      2      3      10
 #
 # The hidden state of each token predicts the label of the next one: that of the first "?" predicts "Yes".
+
+
+def stream_rows(num_rows, start, count, seed):
+    """Row numbers start ... start + count - 1 of an endless stream of shuffled passes. -> [count]"""
+    first, last = start // num_rows, (start + count - 1) // num_rows
+    generators = [generator_for(seed, "pass", number) for number in range(first, last + 1)]
+    rows = torch.cat([torch.randperm(num_rows, generator=generator) for generator in generators])
+    return rows[start - first * num_rows :][:count]
+
+
+def generator_for(seed, *purpose):
+    """A random generator for one purpose, such as (seed, "tokens", update), independent of all others."""
+    # random.Random hashes a str with SHA-512, which is the same in every process; hash() is not.
+    return torch.Generator().manual_seed(random.Random(repr((seed, *purpose))).getrandbits(63))
 
 
 def load_documents(examples, tokenizer, args):
@@ -755,18 +732,44 @@ def collate_rows(rows, device):
     return {"ids": ids.to(device), "labels": labels.to(device), "positions": positions.to(device)}
 
 
-def generator_for(seed, *purpose):
-    """A random generator for one purpose, such as (seed, "tokens", update), independent of all others."""
-    # random.Random hashes a str with SHA-512, which is the same in every process; hash() is not.
-    return torch.Generator().manual_seed(random.Random(repr((seed, *purpose))).getrandbits(63))
+# ---- Language model ----------------------------------------------------------------------------------------
 
 
-def stream_rows(num_rows, start, count, seed):
-    """Row numbers start ... start + count - 1 of an endless stream of shuffled passes. -> [count]"""
-    first, last = start // num_rows, (start + count - 1) // num_rows
-    generators = [generator_for(seed, "pass", number) for number in range(first, last + 1)]
-    rows = torch.cat([torch.randperm(num_rows, generator=generator) for generator in generators])
-    return rows[start - first * num_rows :][:count]
+class LanguageModel(nn.Module):
+    """A causal language model whose forward pass returns the loss.
+
+    DDP, FSDP2 and DeepSpeed wrap this module. They only intervene in its forward pass, so the body and
+    head.weight must be used there, not in train().
+    """
+
+    def __init__(self, lm):
+        super().__init__()
+        self.lm = lm
+
+    def forward(self, ids, labels, positions):
+        """[B, L] each -> the sum of the losses, and the number of correct tokens, over all labels but -100"""
+        body, head = body_and_head(self.lm)
+        hidden = document_states(body, ids, positions)  # [B, L, H]
+        hidden, labels = hidden[:, :-1], labels[:, 1:]  # the state at position t - 1 predicts token t
+        # The output layer is large, so only positions with a label go through it.
+        valid = labels != -100  # [B, L - 1]
+        return next_token_loss(hidden[valid], head.weight, labels[valid], head.bias)
+
+
+def document_states(body, ids, positions):
+    """Last hidden states of rows that may hold several documents. [B, L], [B, L] -> [B, L, H]
+
+    There is no attention mask, so transformers makes a causal one, which is block-diagonal if the positions
+    start again at 0 (masking_utils.find_packed_sequence_indices).
+    """
+    return body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+
+
+def body_and_head(lm):
+    """The transformer of a causal language model, and its output layer. Works with and without LoRA."""
+    if hasattr(lm, "get_base_model"):
+        lm = lm.get_base_model()  # peft: this only unwraps, the adapter stays inside the layers
+    return lm.base_model, lm.get_output_embeddings()
 
 
 # ============================================================================================================
@@ -926,62 +929,8 @@ def set_template_options(tokenizer, args):
         tokenizer.chat_template = f"{{% set {name} = {name} | default({value!r}) %}}\n{template}"
 
 
-def trainable(module):
-    """The parameters that the optimizer trains and a checkpoint holds. -> dict: name -> parameter"""
-    return {name: p for name, p in module.named_parameters() if p.requires_grad}
-
-
-def transformer_layers(model):
-    """The list of a model's transformer layers, which is its longest ModuleList."""
-    return max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
-
-
-def add_lora(model, args):
-    """Add a LoRA adapter (Hu et al. 2021): each named layer computes W + lora_alpha / lora_r * B A, where B
-    starts at 0."""
-    import peft
-
-    names = args.lora_target_modules.replace(" ", "").split(",")
-    targets = "all-linear" if names == ["all-linear"] else names
-    config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=targets)
-    model = peft.get_peft_model(model, config)
-    found = {layer.split(".")[-1] for layer in model.targeted_module_names}
-    if targets != "all-linear" and found != set(names):  # peft complains only if it finds none
-        raise UserError(f"--lora-target-modules {','.join(names)}: only {found} are names of layers")
-    # Some scripts read the output layer's weights, without an adapter. Embeddings may share these weights.
-    base = model.get_base_model()
-    if any(hasattr(x, "base_layer") for x in (base.get_input_embeddings(), base.get_output_embeddings())):
-        raise UserError("--lora-target-modules: embeddings and the output layer cannot have an adapter")
-    return model
-
-
-def load_language_model(args, tokenizer, documents):
-    """The model to train, as the flags say: pretrained, or with random weights.
-
-    Random weights keep the dropout of their config; pretrained models are loaded without dropout.
-    """
-    if args.from_config:
-        lm = model_from_config(args.from_config, tokenizer)
-    else:
-        lm = load_model(AutoModelForCausalLM, args.model_name_or_path)
-        if getattr(lm, "is_quantized", False):
-            raise UserError(f"{args.model_name_or_path}: quantized weights cannot be trained here")
-    end_tokens = find_end_tokens(lm, tokenizer, documents, args.max_length)
-    if not lm.generation_config.do_sample:
-        # A greedy config that still has a temperature cannot be saved, so start from an empty one.
-        special_tokens = dict(bos_token_id=tokenizer.bos_token_id, pad_token_id=tokenizer.pad_token_id)
-        lm.generation_config = transformers.GenerationConfig(**special_tokens)
-    lm.generation_config.eos_token_id = end_tokens
-    if args.lora_r:
-        lm = add_lora(lm, args)
-    if args.gradient_checkpointing:
-        # transformers' new name for gradient_checkpointing_enable
-        lm.activation_checkpointing_enable(dict(use_reentrant=False))
-    return lm
-
-
 @torch.no_grad()
-def check_language_model(lm, args):
+def check_model(lm, args):
     """Raise if our results for a packed document differ from the model's own results for that document alone.
 
     Its logits must be the product of its last hidden states and the output layer. They are not with a soft
@@ -1049,6 +998,60 @@ def find_end_tokens(lm, tokenizer, documents, max_length):
             labels = [*labels, -100]
         last_tokens |= {label for label, next_label in itertools.pairwise(labels) if next_label == -100}
     return sorted(ids | (last_tokens & special_ids(tokenizer)))
+
+
+def trainable(module):
+    """The parameters that the optimizer trains and a checkpoint holds. -> dict: name -> parameter"""
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
+
+
+def transformer_layers(model):
+    """The list of a model's transformer layers, which is its longest ModuleList."""
+    return max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
+
+
+def add_lora(model, args):
+    """Add a LoRA adapter (Hu et al. 2021): each named layer computes W + lora_alpha / lora_r * B A, where B
+    starts at 0."""
+    import peft
+
+    names = args.lora_target_modules.replace(" ", "").split(",")
+    targets = "all-linear" if names == ["all-linear"] else names
+    config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=targets)
+    model = peft.get_peft_model(model, config)
+    found = {layer.split(".")[-1] for layer in model.targeted_module_names}
+    if targets != "all-linear" and found != set(names):  # peft complains only if it finds none
+        raise UserError(f"--lora-target-modules {','.join(names)}: only {found} are names of layers")
+    # Some scripts read the output layer's weights, without an adapter. Embeddings may share these weights.
+    base = model.get_base_model()
+    if any(hasattr(x, "base_layer") for x in (base.get_input_embeddings(), base.get_output_embeddings())):
+        raise UserError("--lora-target-modules: embeddings and the output layer cannot have an adapter")
+    return model
+
+
+def load_language_model(args, tokenizer, documents):
+    """The model to train, as the flags say: pretrained, or with random weights.
+
+    Random weights keep the dropout of their config; pretrained models are loaded without dropout.
+    """
+    if args.from_config:
+        lm = model_from_config(args.from_config, tokenizer)
+    else:
+        lm = load_model(AutoModelForCausalLM, args.model_name_or_path)
+        if getattr(lm, "is_quantized", False):
+            raise UserError(f"{args.model_name_or_path}: quantized weights cannot be trained here")
+    end_tokens = find_end_tokens(lm, tokenizer, documents, args.max_length)
+    if not lm.generation_config.do_sample:
+        # A greedy config that still has a temperature cannot be saved, so start from an empty one.
+        special_tokens = dict(bos_token_id=tokenizer.bos_token_id, pad_token_id=tokenizer.pad_token_id)
+        lm.generation_config = transformers.GenerationConfig(**special_tokens)
+    lm.generation_config.eos_token_id = end_tokens
+    if args.lora_r:
+        lm = add_lora(lm, args)
+    if args.gradient_checkpointing:
+        # transformers' new name for gradient_checkpointing_enable
+        lm.activation_checkpointing_enable(dict(use_reentrant=False))
+    return lm
 
 
 def save_policy(policy, tokenizer, folder):
@@ -1534,7 +1537,7 @@ def show_labels(run, tokenizer, document):
     run.console.print(text)
 
 
-def report_held_out(run, before, after, samples, num_documents):
+def report_evaluation(run, before, after, samples, num_documents):
     """The samples, the before / after table, samples.jsonl and evaluation.json."""
     if samples:
         run.table("samples", samples)
@@ -1585,6 +1588,7 @@ MAY_CHANGE = (
     *("total_episodes", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("local_rollout_forward_batch_size", "gradient_checkpointing"),
 )
+
 
 # Flags of all scripts with which a recipe describes its own data.
 DESCRIBE_DATA = (

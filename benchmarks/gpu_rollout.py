@@ -113,7 +113,7 @@ def generate(model, rows, T, how, n=128, is_bf16=True, stop_ids=NO_STOP):
     reset_memory()
     start = clock()
     with rounds(how, n), torch.autocast(DEVICE, torch.bfloat16, enabled=is_bf16), torch.no_grad():
-        tokens, logprobs = grpo_math.generate_groups(model, ids, mask, uniforms, stop_ids, 1.0)
+        tokens, logprobs = grpo_math.generate(model, ids, mask, uniforms, stop_ids, 1.0)
     return (ids, mask), tokens, logprobs, clock() - start, peak_gib()
 
 
@@ -151,7 +151,7 @@ def is_right(shape, model):
             row_ids = torch.cat([ids.repeat_interleave(K, 0), own_tokens], 1)
             row_mask = torch.cat([mask.repeat_interleave(K, 0), valid], 1)
             with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16, enabled=is_bf16):
-                updated, _ = grpo_math.group_logprobs(model, row_ids, row_mask, T, 1.0)
+                updated, _ = grpo_math.response_logprobs(model, row_ids, row_mask, T, 1.0)
             gaps[how] = (updated - own_logprobs)[valid].abs().mean().item()
         note(
             "right",

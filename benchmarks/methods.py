@@ -99,7 +99,7 @@ def sample():
         generator = dpo_tldr.generator_for(args.seed, "best of n", i)
         shape = len(posts), args.response_length
         uniforms = torch.rand(shape, dtype=torch.float64, generator=generator)
-        tokens, _ = dpo_tldr.sample_texts(lm, ids, mask, uniforms, args.temperature)
+        tokens, _ = dpo_tldr.generate(lm, ids, mask, uniforms, args.temperature)
         lengths = dpo_tldr.response_lengths(tokens, stop_ids).tolist()
         rows = [row[:length] for row, length in zip(tokens.tolist(), lengths)]
         responses = tokenizer.batch_decode(rows, skip_special_tokens=True)
@@ -114,10 +114,10 @@ def run_ppo(seed, folder):
     """ppo_sentiment.py on the posts. Two functions are replaced: prompts are whole posts, not the beginnings of reviews, and
     the reward model is that of rloo_tldr.py. Reward, penalty and number of responses are those of its default run."""
 
-    def load_posts(rows, tokenizer, args):
+    def load_prompts(rows, tokenizer, args):
         return [{"ids": tokenizer(row["prompt"]).input_ids, "columns": row} for row in rows]
 
-    ppo_sentiment.load_reviews = load_posts
+    ppo_sentiment.load_prompts = load_prompts
     ppo_sentiment.load_reward = lambda args, device: {"reward_model": load_reward()}
     flags = f"--model-name-or-path checkpoints/tldr-sft --dataset-name data/tldr --seed {seed} --output-dir {folder}"
     flags += " --query-min-length 80 --query-max-length 80 --response-min-length 40 --response-length 40"

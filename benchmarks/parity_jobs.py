@@ -98,7 +98,9 @@ def train_critic_ours(script, args, updates, snapshots, patches=(), reward_head=
     if patches:
         ppo = patched(ppo, patches)
     tokenizer = script.load_tokenizer(args.model_name_or_path)
-    post_lists = [script.load_posts(rows, tokenizer, args) for rows in script.load_splits(args.dataset_name)]
+    post_lists = [
+        script.load_prompts(rows, tokenizer, args) for rows in script.load_splits(args.dataset_name)
+    ]
     longest = max(len(post["ids"]) for posts in post_lists for post in posts)
     names = {x.name for x in fields(args)} & {x.name for x in fields(ppo.Args)} - {"num_eval_prompts"}
     flags = {name: getattr(args, name) for name in names}
@@ -113,14 +115,14 @@ def train_critic_ours(script, args, updates, snapshots, patches=(), reward_head=
     )
 
     def load_prompts(rows, tokenizer, ppo_args):
-        return script.load_posts(rows, tokenizer, args)
+        return script.load_prompts(rows, tokenizer, args)
 
     def load_reward(ppo_args, device):
-        return script.load_summary_reward(args, device)
+        return script.load_reward(args, device)
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        mock.patch.multiple(ppo, load_reviews=load_prompts, load_reward=load_reward),
+        mock.patch.multiple(ppo, load_prompts=load_prompts, load_reward=load_reward),
     ):
         if reward_head:  # ppo_sentiment.py loads a head that it finds next to the critic
             critic = Path(folder, "critic")
@@ -302,7 +304,7 @@ def train_rloo_trl_old(script, args, updates, snapshots):
     """TRL 0.11.4's RLOOTrainer, but a response that was cut off is scored at an EOS, not at its last token."""
     tokenizer = script.load_tokenizer(args.model_name_or_path)
     train_rows, _ = script.load_splits(args.dataset_name)
-    posts = script.load_posts(train_rows, tokenizer, args)
+    posts = script.load_prompts(train_rows, tokenizer, args)
     rows = [post["ids"] for post in posts]
     settings = asdict(args) | {"updates": updates, "rows": rows}
     copies = train_trl_old("rloo", settings)
@@ -315,7 +317,7 @@ def train_ppo_trl_old(script, args, updates, snapshots):
     """TRL 0.11.4's PPOTrainer, which takes prompts, responses and scores batch by batch."""
     tokenizer = script.load_tokenizer(args.model_name_or_path)
     train_rows, _ = script.load_splits(args.dataset_name)
-    reviews = script.load_reviews(train_rows, tokenizer, args)
+    reviews = script.load_prompts(train_rows, tokenizer, args)
     B = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.num_mini_batches
     other = replace(args, seed=args.seed + 1000)  # not the prompts of our run with this seed
     batches = []  # of each update: prompts (lists of ids), and the longest length of each response
@@ -369,7 +371,7 @@ def train_critic_trl(script, args, updates, snapshots):
     tokenizer.padding_side = "left"
     train_rows, held_out = (
         datasets.Dataset.from_dict(
-            {"input_ids": [post["ids"] for post in script.load_posts(rows, tokenizer, args)]}
+            {"input_ids": [post["ids"] for post in script.load_prompts(rows, tokenizer, args)]}
         )
         for rows in script.load_splits(args.dataset_name)
     )
@@ -521,7 +523,7 @@ def grpo_scores(script, args):
 
 def rloo_scores(script, args):
     """The reward model."""
-    return {"score": partial(script.score_responses, script.load_summary_reward(args, CPU), None, CPU)}
+    return {"score": partial(script.score_responses, script.load_reward(args, CPU), None, CPU)}
 
 
 def ppo_scores(script, args):
@@ -547,7 +549,7 @@ def respond_in_groups(script, args, policy, tokenizer, rows, k, start):
         return {}
 
     stop_ids = script.find_stop_tokens(args, tokenizer, policy)
-    batch = script.draw_groups(rows, k, args, ("parity", start))
+    batch = script.draw_batch(rows, k, args, ("parity", start))
     b, _ = script.sample_responses(policy, tokenizer, stop_ids, record, batch, args)
     return b, inputs[0]
 
@@ -591,7 +593,7 @@ def sft_meter(job, script, args):
     rows = script.pack(held_out, args.max_length, args.packing)
 
     def measure_model(is_last):
-        found = script.held_out_metrics(model, rows, accelerator, args)
+        found = script.evaluate(model, rows, accelerator, args)
         return {"loss": found["loss"], "accuracy": found["mean_token_accuracy"]}
 
     return lm, measure_model, len(rows)
@@ -646,7 +648,7 @@ JOBS = {
             ("ours", "ours, no gradient clipping"),
         ],
         meter=sampling_meter,
-        load_rows=lambda script, rows, tokenizer, args: script.load_posts(rows, tokenizer, args),
+        load_rows=lambda script, rows, tokenizer, args: script.load_prompts(rows, tokenizer, args),
         scores=rloo_scores,
         respond=respond_in_groups,
     ),
@@ -669,7 +671,7 @@ JOBS = {
         # No length: the limit of each response is random, and nearly all responses reach it.
         metrics={name: title for name, title in SAMPLED.items() if name != "length"},
         meter=sampling_meter,
-        load_rows=lambda script, rows, tokenizer, args: script.load_reviews(rows, tokenizer, args)[:512],
+        load_rows=lambda script, rows, tokenizer, args: script.load_prompts(rows, tokenizer, args)[:512],
         scores=ppo_scores,
         respond=respond_to_reviews,
     ),
@@ -700,7 +702,7 @@ JOBS = {
         ],
         explored=[("ours", "ours, TRL's value head and variance")],
         meter=sampling_meter,
-        load_rows=lambda script, rows, tokenizer, args: script.load_posts(rows, tokenizer, args),
+        load_rows=lambda script, rows, tokenizer, args: script.load_prompts(rows, tokenizer, args),
         scores=rloo_scores,
         respond=respond_in_groups,
     ),
@@ -781,7 +783,7 @@ def measure(respond, script, args, policy, reference, tokenizer, rows, k, scores
         for name, reward in scores.items():
             found[name].append(script.weighted_sum(reward(*texts)))
         inputs = b["ids"], b["mask"], T, args.temperature
-        forward = getattr(script, "group_logprobs", None) or script.response_logprobs
+        forward = getattr(script, "response_logprobs", None) or script.response_logprobs
         logprobs, entropies, *_ = forward(policy, *inputs)  # [B, T] each
         ref_logprobs, *_ = forward(reference, *inputs)
         found["kl"].append((logprobs - ref_logprobs).sum(1))

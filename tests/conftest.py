@@ -96,15 +96,6 @@ SIZES = {  # the configs of tiny models, by architecture
 }
 
 
-def module_with(*names):
-    """The first script that has all these functions. test_contract.py: equal names have equal source."""
-    for script in SCRIPTS:
-        module = importlib.import_module(script)
-        if all(hasattr(module, name) for name in names):
-            return module
-    raise LookupError(f"no script has all of {names}")
-
-
 @pytest.fixture(scope="session")
 def scripts():
     """Name -> module of every script."""

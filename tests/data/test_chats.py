@@ -7,11 +7,12 @@ from types import SimpleNamespace
 import pytest
 import tokenizers
 import transformers
-from conftest import GROUPS, byte_level_tokenizer, module_with, random_lm, save
+from conftest import GROUPS, byte_level_tokenizer, random_lm, save
 from run_tools import reward_file, rows_of, spy, write_rows
 
+import sft as sft_py
+
 pytest_plugins = ["run_fixtures"]
-sft_py = module_with("load_documents")
 NO_STOP_TOKENS = SimpleNamespace(generation_config=transformers.GenerationConfig())
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -521,7 +522,7 @@ def test_the_end_of_a_turn_is_a_stop_token(scripts, family, name):
 def load_prompts(script, rows, tokenizer):
     """What rloo_tldr.py or grpo_math.py makes of the rows, without a system prompt."""
     if script.__name__ == "rloo_tldr":
-        return script.load_posts(rows, tokenizer, script.Args())
+        return script.load_prompts(rows, tokenizer, script.Args())
     return script.load_tasks(rows, tokenizer, script.Args(system_prompt=None))
 
 

@@ -104,13 +104,13 @@ def keep(scripts, small, world, tmp_path):
 def read_rows(module, rows, tokenizer, args):
     """What a script makes of the rows of a split."""
     if module.__name__ == "ppo_dialog":
-        return module.load_turns(rows, tokenizer, ["inform", "question", "directive", "commissive"], args)
+        return module.load_prompts(rows, tokenizer, ["inform", "question", "directive", "commissive"], args)
     if module.__name__ == "grpo_math":
         return module.load_tasks(rows, tokenizer, args)
     if module.__name__ == "sft":
         documents, _ = module.load_documents(rows, tokenizer, args)
         return documents
-    names = dict(ppo_sentiment="load_reviews", rloo_tldr="load_posts")
+    names = dict(ppo_sentiment="load_prompts", rloo_tldr="load_prompts")
     return getattr(module, names[module.__name__])(rows, tokenizer, args)
 
 

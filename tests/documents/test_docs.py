@@ -142,7 +142,7 @@ def changes():
     for name in SCRIPTS:
         for title, text, block in re.findall(pattern, DOCS[name], re.M | re.S):
             yield name, title, block
-            if name == "ppo_sentiment" and "load_reviews" not in block:
+            if name == "ppo_sentiment" and "load_prompts" not in block:
                 yield "ppo_dialog", title, block
             for other in re.findall(r"`(rloo_tldr|grpo_math)\.py`", text):
                 yield other, title, block.replace(', "kl_coef": kl_coef', "")

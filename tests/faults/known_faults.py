@@ -61,7 +61,7 @@ ppo_sentiment.masked_mean: a mean over pads (trap 4)
   math/test_math.py::test_masked_mean_agrees_with_naive
   - / mask.sum()
   + / mask.numel()
-ppo_dialog.generate_until: every token of the batch is valid (trap 4)
+ppo_dialog.generate: every token of the batch is valid (trap 4)
   math/test_stop_sequences.py::test_generation_until_a_mark
   - lengths[rows[has_ended]] = t + 1
   + lengths[rows[has_ended]] = T
@@ -152,7 +152,7 @@ ppo_sentiment.rollout: limits of responses are ignored
   runs/test_evaluation_ppo.py::test_responses_come_from_the_policy_of_their_time[reviews_run]
   - torch.minimum(response_lengths(tokens, stop_ids), max_new_tokens)
   + response_lengths(tokens, stop_ids)
-ppo_dialog.generate_until: the prompt may begin the end mark of an answer
+ppo_dialog.generate: the prompt may begin the end mark of an answer
   math/test_stop_sequences.py::test_a_mark_that_the_prompt_began_does_not_end_the_answer
   - tokens[rows, : t + 1]
   + torch.cat([ids[rows], tokens[rows, : t + 1]], 1)
@@ -199,7 +199,7 @@ ppo_sentiment.reference_logprobs: no temperature in the reference (trap 11)
   runs/test_evaluation_ppo.py::test_every_metric_of_every_update[reviews_run]
   - response_logprobs(ref_model, *inputs)
   + response_logprobs(ref_model, *inputs[:3], 1.0)
-ppo_dialog.rollout_answers: no temperature in the old log-probabilities (trap 11, UserError)
+ppo_dialog.rollout: no temperature in the old log-probabilities (trap 11, UserError)
   runs/test_chat.py::test_flags_of_a_chat
   - ], t, args.temperature
   + ], t, 1.0
@@ -211,7 +211,7 @@ ppo_sentiment.sample_next: probabilities of a bf16 model in bf16 (trap 12)
   math/test_generation.py::test_generate_under_autocast_sums_in_fp32
   - head.bias).softmax(-1)
   + head.bias).bfloat16().softmax(-1).float()
-ppo_dialog.generate_until: one uniform number for all tokens (trap 12)
+ppo_dialog.generate: one uniform number for all tokens (trap 12)
   runs/test_evaluation_ppo.py::test_responses_come_from_the_policy_of_their_time[dialogs_run]
   - uniforms[rows, t]
   + uniforms[rows, 0]
@@ -239,7 +239,7 @@ ppo_sentiment.sample_tokens: a cumulative sum in fp32 (trap 12)
   math/test_sampling.py::test_sample_tokens_finds_rare_tokens_after_a_likely_one
   - cumsum(1, dtype=torch.float64)
   + cumsum(1)
-rloo_tldr.draw_groups: uniforms in fp32 (trap 12)
+rloo_tldr.draw_batch: uniforms in fp32 (trap 12)
   runs/test_ppo_sentiment.py::test_rare_tokens_can_be_sampled[rloo_tldr]
   - dtype=torch.float64
   + dtype=torch.float32
@@ -424,11 +424,11 @@ ppo_sentiment.load_policy_and_value: a critic reads the tokens as other words
   math/test_log_probabilities.py::test_a_critic_must_have_the_vocabulary_of_the_policy
   - critic.config.vocab_size != policy.config.vocab_size
   + False
-ppo_dialog.load_reward_parts: METEOR of the answer as reference (trap 39)
+ppo_dialog.load_reward: METEOR of the answer as reference (trap 39)
   runs/test_evaluation_ppo.py::test_every_metric_of_every_update[dialogs_run]
   - meteor(turn.reference, answer)
   + meteor(answer, turn.reference)
-ppo_dialog.load_reward_parts: acts that begin at 0 in ppo_dialog (trap 38)
+ppo_dialog.load_reward: acts that begin at 0 in ppo_dialog (trap 38)
   runs/test_ppo_dialog.py::test_intent_by_hand[own]
   - turn.act - 1 for
   + turn.act % probs.shape[1] for
@@ -467,7 +467,7 @@ rloo_tldr.rloo_advantages: a mean of all responses in place of the others (trap 
   math/test_math.py::test_rloo_advantages_of_trls_page
   - sum_of_others / (rloo_k - 1)
   + rewards.mean(0)
-rloo_tldr.generate_groups: responses continue the prompts of others (trap 25)
+rloo_tldr.generate: responses continue the prompts of others (trap 25)
   math/test_generation.py::test_generate_groups_is_generate_for_each_response
   - .repeat_interleave(k)
   + .repeat(k)
@@ -500,8 +500,8 @@ ppo_sentiment.clipped_policy_loss: the policy loss takes the better of two
   + torch.min(
 ppo_sentiment.clipped_value_loss: the value loss is not clipped
   math/test_math.py::test_clipped_value_loss_by_hand
-  - torch.max(unclipped, clipped)
-  + unclipped
+  - 0.5 * torch.max(unclipped, clipped)
+  + 0.5 * unclipped
 reward_model.pair_loss: a margin that is added
   math/test_math.py::test_pair_loss_agrees_with_naive
   - - min_difference
@@ -809,7 +809,7 @@ grpo_math.train: the same random numbers in each update of GRPO
   runs/test_evaluation_grpo.py::test_each_response_has_its_own_random_numbers
   - k, args, update)
   + k, args, "update")
-grpo_math.load_all_tasks: GRPO is evaluated on training tasks
+grpo_math.load_prompts: GRPO is evaluated on training tasks
   runs/test_evaluation_grpo.py::test_the_tasks_of_the_evaluation
   - "held-out": held_out_rows
   + "held-out": train_rows
@@ -817,7 +817,7 @@ grpo_math.takes_several_steps: only several epochs are several steps of GRPO
   runs/test_grpo_math.py::test_ratios_are_to_the_policy_that_sampled
   - args.num_ppo_epochs * args.num_mini_batches > 1
   + args.num_ppo_epochs > 1
-grpo_math.evaluate_all: greedy responses are sampled
+grpo_math.evaluate: greedy responses are sampled
   runs/test_evaluation_grpo.py::test_greedy_responses_are_the_likeliest_tokens
   - temperature=0.01
   + temperature=args.temperature
@@ -827,15 +827,15 @@ grpo_math.train: a reference without a KL penalty
   -         ref_model
   + if True:
   +         ref_model
-grpo_math.evaluate_tasks: a task to which the first function does not apply is wrong
+grpo_math.evaluate_set: a task to which the first function does not apply is wrong
   runs/test_evaluation_grpo.py::test_the_final_table_by_hand[after]
   - first_score.isnan(), score
   + first_score == first_score, score
-grpo_math.evaluate_tasks: responses of other tasks
+grpo_math.evaluate_set: responses of other tasks
   runs/test_evaluation_grpo.py::test_evaluation_samples
   - slice(i * k, (i + 1) * k)
   + slice(i, None, len(share["examples"]))
-grpo_math.report_tasks: the table does not say who decides what is right
+grpo_math.report_evaluation: the table does not say who decides what is right
   runs/test_grpo_math.py::test_the_table_says_who_decides_what_is_right
   - ; right: 1 or more by {judge}"
   + "
@@ -1107,7 +1107,7 @@ rloo_tldr.sorted_groups: the rows of a group are not neighbors
   math/test_groups.py::test_sorted_groups
   - ).flatten()
   + ).T.flatten()
-sft.check_language_model: any head is taken for a matrix product in sft (trap 43)
+sft.check_model: any head is taken for a matrix product in sft (trap 43)
   math/test_fine_tuning.py::test_models_are_checked
   - differ(F.linear(states, head.weight, head.bias), own_logits, 1e-2)
   + False
@@ -1190,11 +1190,11 @@ dpo_tldr.evaluate_samples: the judge reads the end of a turn
   runs/test_dpo_tldr.py::test_what_the_judge_reads
   - valid & is_text
   + valid
-dpo_tldr.sample_texts: the temperature is forgotten
+dpo_tldr.generate: the temperature is forgotten
   math/test_dpo.py::test_samples_have_the_probabilities_of_the_model[own]
   - uniforms_of_step, temperature)
   + uniforms_of_step, 1.0)
-dpo_tldr.sample_texts: padding of prompts is read
+dpo_tldr.generate: padding of prompts is read
   math/test_dpo.py::test_samples_have_the_probabilities_of_the_model[own]
   - F.pad(mask, (0, 1), value=True)
   + torch.ones_like(F.pad(mask, (0, 1)))
@@ -1218,7 +1218,7 @@ dpo_tldr.tokenize_pair: a chat that contains its prompt has none
   runs/test_dpo_tldr.py::test_chats[implicit]
   - prompt + responses[0][:-1]
   + prompt
-dpo_tldr.check_lm: a model is not compared with itself
+dpo_tldr.check_model: a model is not compared with itself
   runs/test_dpo_tldr.py::test_a_model_with_other_probabilities_is_refused
   - compare_logprobs(lm
   + print(type(lm)

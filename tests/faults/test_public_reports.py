@@ -482,9 +482,9 @@ READERS = {  # script -> the function that reads rows, and a row
     "sft": ("load_documents", dict(prompt="Who?", completion=" Me.")),
     "reward_model": ("load_preference_rows", dict(prompt="Who?", chosen=" Me.", rejected=" You.")),
     "dpo_tldr": ("load_pairs", dict(prompt="Who?", chosen=" Me.", rejected=" You.")),
-    "rloo_tldr": ("load_posts", dict(prompt="Who?")),
+    "rloo_tldr": ("load_prompts", dict(prompt="Who?")),
     "grpo_math": ("load_tasks", dict(prompt="Who?")),
-    "ppo_sentiment": ("load_reviews", dict(text="Who is this, and what does she say in this film?")),
+    "ppo_sentiment": ("load_prompts", dict(text="Who is this, and what does she say in this film?")),
 }
 
 

@@ -100,10 +100,14 @@ def gae(rewards, values, mask, gamma, lam):
 
 
 def clipped_policy_loss(logprob, old_logprob, advantage, cliprange):
-    """Schulman et al. 2017, eq. 7, negated: - min(r A, clip(r, 1 - eps, 1 + eps) A)."""
+    """Schulman et al. 2017, eq. 7, negated: - min(r A, clip(r, 1 - eps, 1 + eps) A).
+
+    -> the loss, the ratio, whether clipping raised the loss
+    """
     ratio = math.exp(logprob - old_logprob)
     clipped = min(max(ratio, 1 - cliprange), 1 + cliprange)
-    return -min(ratio * advantage, clipped * advantage)
+    loss = -min(ratio * advantage, clipped * advantage)
+    return loss, ratio, loss > -ratio * advantage
 
 
 def rloo_advantages(rewards, rloo_k):

@@ -6,11 +6,12 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from conftest import ARCHITECTURES, ROOT, module_with
+from conftest import ARCHITECTURES, ROOT
 from math_tools import close
 
-reward = module_with("sequence_logits", "ClassLogits", "collate_texts", "can_share_prompts")
-ppo = module_with("load_classifier", "load_label_scorer", "load_reward")
+import ppo_sentiment as ppo
+import reward_model as reward
+
 near = dict(rtol=0, atol=1e-5)
 CPU = torch.device("cpu")
 TEXTS = ["I loved it.", "What a mess, from the first minute to the last.", "Fine"]

@@ -5,11 +5,12 @@ import math
 import datasets
 import pytest
 import torch
-from conftest import module_with
 from math_tools import normal, trl_1_16
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-dpo = module_with("dpo_loss")
+import dpo_tldr as dpo
+import rloo_tldr as rloo
+
 BETA = 0.3
 
 
@@ -92,18 +93,17 @@ def test_log_probabilities_of_pairs(tiny_lm, arch):
 
 @pytest.mark.parametrize("pad", ["own", "eos"])
 def test_samples_have_the_probabilities_of_the_model(tiny_lm, pad):
-    """sample_texts: the log-probabilities are those of the update, and equal random numbers give the tokens
-    that generate_groups of rloo_tldr.py gives."""
+    """generate: the log-probabilities are those of the update, and equal random numbers give the tokens
+    that generate of rloo_tldr.py gives."""
     lm = AutoModelForCausalLM.from_pretrained(tiny_lm("gpt_neox", pad)).eval()
     ids, mask, T = dpo.collate_pairs([pair | dict(responses=pair["responses"][:1]) for pair in PAIRS], "cpu")
     ids, mask = ids[:, :-T], mask[:, :-T]
     uniforms = torch.rand(3, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    tokens, logprobs = dpo.sample_texts(lm, ids, mask, uniforms, 0.7)
+    tokens, logprobs = dpo.generate(lm, ids, mask, uniforms, 0.7)
     inputs = torch.cat([ids, tokens], 1), torch.cat([mask, torch.ones_like(tokens, dtype=bool)], 1)
-    expected = dpo.logprobs_of_tokens(lm, *inputs, 9, 0.7)
+    expected = dpo.response_logprobs(lm, *inputs, 9, 0.7)
     torch.testing.assert_close(logprobs, expected, atol=1e-4, rtol=1e-4)
-    rloo = module_with("generate_groups")
-    theirs, _ = rloo.generate_groups(lm, ids, mask, uniforms[:, None], torch.tensor([-1]), 0.7)
+    theirs, _ = rloo.generate(lm, ids, mask, uniforms[:, None], torch.tensor([-1]), 0.7)
     assert torch.equal(tokens, theirs)
 
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import ARCHITECTURES, module_with
+from conftest import ARCHITECTURES
 from math_tools import close, gradients, logprobs_alone, normal, random_ids, random_model
 
-sft = module_with("load_documents", "pack", "document_states")
+import sft
+
 near = dict(rtol=0, atol=1e-5)
 every_architecture = pytest.mark.parametrize("arch", ARCHITECTURES)
 NOT_PACKED = ("opt", "bloom")  # they do not read the positions
@@ -98,11 +99,11 @@ OTHER_MODELS = {  # what is said about a document alone, and about documents in 
 
 
 def check(model, **flags):
-    """What sft.check_language_model says about a model: None if nothing."""
+    """What sft.check_model says about a model: None if nothing."""
     before = {name: x.clone() for name, x in model.state_dict().items()}
     flags = dict(max_length=64, model_name_or_path="it", from_config="it") | flags  # its dropout is meant
     try:
-        sft.check_language_model(model, sft.Args(**flags))
+        sft.check_model(model, sft.Args(**flags))
         line = None
     except sft.UserError as error:
         line = str(error).removeprefix("it").lstrip(" :")

@@ -3,11 +3,12 @@
 import naive
 import pytest
 import torch
-from conftest import ARCHITECTURES, module_with
+from conftest import ARCHITECTURES
 from math_tools import close, left_padded, logprobs_alone, random_ids
 
-ppo = module_with("gae", "generate")
-rloo = module_with("generate_groups")
+import ppo_sentiment as ppo
+import rloo_tldr as rloo
+
 T = 8
 NO_STOP_TOKEN = torch.tensor([], dtype=torch.long)
 
@@ -57,9 +58,9 @@ def test_generate_groups_is_generate_for_each_response(language_model):
     _, ids, mask, _, _ = prompts_to_continue()
     k = 3
     uniforms = torch.rand(5, k, T, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    free, _ = rloo.generate_groups(model, ids, mask, uniforms, NO_STOP_TOKEN, 0.7)
+    free, _ = rloo.generate(model, ids, mask, uniforms, NO_STOP_TOKEN, 0.7)
     stop_ids = free.view(5, k, T)[[2, 0], [1, 2], [3, 5]]
-    tokens, logprobs = rloo.generate_groups(model, ids, mask, uniforms, stop_ids, 0.7)
+    tokens, logprobs = rloo.generate(model, ids, mask, uniforms, stop_ids, 0.7)
     assert tokens.shape == logprobs.shape == (5 * k, T)
     for j in range(k):  # the responses to a prompt are neighbors
         expected = ppo.generate(model, ids, mask, torch.full((5,), T), uniforms[:, j], stop_ids, 0.7)

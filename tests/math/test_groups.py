@@ -1,14 +1,15 @@
-"""group_logprobs reads the prompt of a group once. It is compared with response_logprobs."""
+"""response_logprobs reads the prompt of a group once. It is compared with response_logprobs."""
 
 import peft
 import pytest
 import torch
 import transformers
-from conftest import ARCHITECTURES, HYBRIDS, module_with
+from conftest import ARCHITECTURES, HYBRIDS
 from math_tools import close, normal, random_ids, random_model
 
-rloo = module_with("rloo_advantages", "group_logprobs")
-ppo = module_with("gae", "response_logprobs")
+import ppo_sentiment as ppo
+import rloo_tldr as rloo
+
 C, T = 5, 4
 
 
@@ -66,7 +67,7 @@ def test_a_prompt_that_is_read_once_gives_the_same(tiny_lm, arch, kind):
     expected, expected_gradients = outputs_and_gradients(ppo.response_logprobs, model)
     if kind == "checkpointing":
         model.activation_checkpointing_enable(dict(use_reentrant=False))
-    found, gradients = outputs_and_gradients(rloo.group_logprobs, model)
+    found, gradients = outputs_and_gradients(rloo.response_logprobs, model)
     for one, other in zip(found + gradients, expected + expected_gradients, strict=True):
         close(one, other, rtol=1e-3, atol=1e-4)
 
@@ -91,9 +92,9 @@ def test_how_many_prompts_are_read(tiny_lm, arch, kind, rows_read):
     body, _ = rloo.body_and_head(model)
     see = lambda body, _, inputs: shapes.append(inputs["input_ids"].shape)  # noqa: E731
     body.register_forward_pre_hook(see, with_kwargs=True)
-    updated, _ = rloo.group_logprobs(model, *groups(), T, 1.0)
+    updated, _ = rloo.response_logprobs(model, *groups(), T, 1.0)
     with torch.no_grad():
-        rolled_out, _ = rloo.group_logprobs(model.eval(), *groups(), T, 1.0)
+        rolled_out, _ = rloo.response_logprobs(model.eval(), *groups(), T, 1.0)
     assert shapes == 2 * ([(10, C + T)] if rows_read == 10 else [(6, C), (10, T)])
     assert torch.equal(updated, rolled_out)
 

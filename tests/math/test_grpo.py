@@ -106,11 +106,11 @@ def update(world, tiny_lm, tmp_path_factory):
         patch.chdir(root)
         (root / "teacher").symlink_to(lm)
         args = maker({"grpo_math": module}, world, root)("grpo_math", **(flags | changes))
-        rollout_tasks, losses, rollouts, gradients = module.rollout_tasks, [], [], []
+        rollout, losses, rollouts, gradients = module.rollout, [], [], []
         backward, clip_grad_norm_ = accelerate.Accelerator.backward, accelerate.Accelerator.clip_grad_norm_
 
         def rollout_with_noise(*inputs):
-            b, responses = rollout_tasks(*inputs)
+            b, responses = rollout(*inputs)
             valid = b["mask"][:, -T:]
             b["scores"] = torch.tensor(scores)
             for seed, name in enumerate(("logprobs", "ref_logprobs", "sampling_logprobs"), 3):
@@ -129,7 +129,7 @@ def update(world, tiny_lm, tmp_path_factory):
             gradients.append(flat_gradient(parameters))
             return clip_grad_norm_(self, parameters, max_norm)
 
-        patch.setattr(module, "rollout_tasks", rollout_with_noise)
+        patch.setattr(module, "rollout", rollout_with_noise)
         patch.setattr(accelerate.Accelerator, "clip_grad_norm_", recorded_clip)
         patch.setattr(accelerate.Accelerator, "backward", recorded_backward)
         advantages = spy(patch, module, "grpo_advantages")
@@ -263,7 +263,7 @@ def test_truncated_importance_sampling(update):
     for i, advantage in enumerate(naive.grpo_advantages(SCORES, K)):
         for t in range(run.lengths[i]):
             new, old = run.new[i, t].item(), run.old[i, t].item()
-            total += weights[i][t] * naive.clipped_policy_loss(new, old, advantage, 0.2)
+            total += weights[i][t] * naive.clipped_policy_loss(new, old, advantage, 0.2)[0]
     assert run.loss == pytest.approx(total / sum(run.lengths), abs=1e-5)
 
 
@@ -272,7 +272,7 @@ def test_on_policy_distillation(update):
     run = update(BLOCKS["On-policy distillation"], kl_coef=1.0)
     total = 0.0
     for new, old, ref in (token for row in by_token(run) for token in row):
-        total += naive.clipped_policy_loss(new, old, ref - old, 0.2)
+        total += naive.clipped_policy_loss(new, old, ref - old, 0.2)[0]
     assert run.loss == pytest.approx(total / sum(run.lengths), abs=1e-5)
 
 

@@ -9,16 +9,15 @@ import peft
 import pytest
 import torch
 import transformers
-from conftest import ARCHITECTURES, CONTEXT, HYBRIDS, module_with
+from conftest import ARCHITECTURES, CONTEXT, HYBRIDS
 from math_tools import close, logprobs_alone, normal, padded_batch, random_ids, random_model, response_part
 
-ppo = module_with("gae", "response_logprobs")
-rloo = module_with("rloo_advantages", "check_group_model")
-dialog = module_with("check_dialog_model")
+import ppo_dialog as dialog
+import ppo_sentiment as ppo
+import rloo_tldr as rloo
+
 every_architecture = pytest.mark.parametrize("arch", [*ARCHITECTURES, *HYBRIDS])
-each_check = pytest.mark.parametrize(
-    "check", [ppo.check_model, rloo.check_group_model, dialog.check_dialog_model]
-)
+each_check = pytest.mark.parametrize("check", [ppo.check_model, rloo.check_model, dialog.check_model])
 near = dict(rtol=0, atol=1e-5)
 
 
@@ -133,9 +132,8 @@ def test_train_mode_has_no_dropout(noisy, arch):
 
 def test_lora_has_no_dropout(tiny_lm):
     """Trap 13: two forward passes of an adapter in training mode are equal."""
-    module = module_with("add_lora")
-    base = module.load_model(transformers.AutoModelForCausalLM, tiny_lm())
-    model = module.add_lora(base, module.Args(lora_r=4, lora_target_modules="c_attn")).train()
+    base = ppo.load_model(transformers.AutoModelForCausalLM, tiny_lm())
+    model = ppo.add_lora(base, ppo.Args(lora_r=4, lora_target_modules="c_attn")).train()
     for name, p in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(p)

@@ -9,13 +9,13 @@ import math
 import naive
 import pytest
 import torch
-from conftest import module_with
 from math_tools import INF, NAN, close, normal, slope
 
-ppo = module_with("gae", "clipped_value_loss", "generator_for", "PolicyAndValue")
-rloo = module_with("kl_per_token", "rloo_advantages")
-reward = module_with("pair_loss", "pair_table")
-weighted_sum = module_with("gae", "weighted_sum").weighted_sum
+import ppo_sentiment as ppo
+import reward_model as reward
+import rloo_tldr as rloo
+
+weighted_sum = ppo.weighted_sum
 
 
 MASK = torch.arange(5) < torch.tensor([3, 1, 5, 4])[:, None]  # responses of 3, 1, 5 and 4 tokens
@@ -195,10 +195,14 @@ def test_clipped_policy_loss_agrees_with_naive():
     log_ratios, advantages = torch.tensor(grid, dtype=torch.float64).T
     old = normal(len(grid)).double()
     new = (old + log_ratios).requires_grad_()
-    ours = ppo.clipped_policy_loss(new, old, advantages, 0.2)
-    close(ours, [naive.clipped_policy_loss(x, 0.0, a, 0.2) for x, a in grid])
+    ours, ratio, is_clipped = ppo.clipped_policy_loss(new, old, advantages, 0.2)
+    for found, right in zip(
+        (ours, ratio, is_clipped.double()), zip(*[naive.clipped_policy_loss(x, 0.0, a, 0.2) for x, a in grid])
+    ):
+        close(found, list(map(float, right)))
+    assert 0 < is_clipped.sum() < len(grid)
     ours.sum().backward()
-    expected = [slope(lambda y, a=a: naive.clipped_policy_loss(y, 0.0, a, 0.2), x) for x, a in grid]
+    expected = [slope(lambda y, a=a: naive.clipped_policy_loss(y, 0.0, a, 0.2)[0], x) for x, a in grid]
     close(new.grad, expected)
 
 
@@ -209,7 +213,7 @@ def test_clipped_policy_loss_agrees_with_naive():
 def test_clipped_policy_loss_of_extreme_ratios(log_ratio, advantage, loss):
     """e^100 is more than fp32 holds. Where the ratio is clipped, the loss is finite and the gradient 0."""
     new = torch.tensor(log_ratio, requires_grad=True)
-    ours = ppo.clipped_policy_loss(new, torch.tensor(0.0), torch.tensor(advantage), 0.2)
+    ours, _, _ = ppo.clipped_policy_loss(new, torch.tensor(0.0), torch.tensor(advantage), 0.2)
     ours.backward()
     close(ours, loss)
     close(new.grad, 0.0)
@@ -231,7 +235,9 @@ def test_clipped_value_loss_by_hand():
     Return 2: half of max(1, 0.25). Return 5: half of max(4, 12.25).
     """
     values, old, returns = torch.tensor([3.0, 3.0]), torch.tensor([1.0, 1.0]), torch.tensor([2.0, 5.0])
-    close(ppo.clipped_value_loss(values, old, returns, 0.5), [0.5, 6.125])
+    loss, is_clipped = ppo.clipped_value_loss(values, old, returns, 0.5)
+    close(loss, [0.5, 6.125])
+    assert is_clipped.tolist() == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -308,8 +314,8 @@ def test_rloo_advantages_of_trls_page():
 
 def test_rloo_advantages_edges():
     """Trick 26: there is no division by a standard deviation. A constant changes nothing."""
-    for reward in (0.1, 0.7, 1.3841, 7.0):  # in fp32, rounding would leave some
-        assert rloo.rloo_advantages(torch.full((6,), reward), 3).tolist() == [0.0] * 6
+    for x in (0.1, 0.7, 1.3841, 7.0):  # in fp32, rounding would leave some
+        assert rloo.rloo_advantages(torch.full((6,), x), 3).tolist() == [0.0] * 6
     x = normal(8)
     close(rloo.rloo_advantages(x + 100, 2), rloo.rloo_advantages(x, 2), atol=1e-4)
     close(rloo.rloo_advantages(torch.tensor([0.001, 0.0]), 2), [0.001, -0.001])

@@ -5,11 +5,11 @@ The reference is plain autograd on all logits at once, in float64.
 
 import pytest
 import torch
-from conftest import module_with
 from math_tools import close, gradients, head_case, reference_logprobs
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ppo = module_with("gae", "token_logprobs")
+import ppo_sentiment as ppo
+
 CHUNK = 128  # rows
 both_temperatures = pytest.mark.parametrize("temperature", [0.7, 1.0])
 

@@ -11,8 +11,9 @@ import peft
 import pytest
 import torch
 import transformers
-from conftest import module_with
 from math_tools import close, left_padded, random_ids, random_model
+
+import rloo_tldr
 
 ARCHITECTURES = ("gpt2", "gpt_neox", "opt", "bloom", "llama", "qwen2")
 B, T, ROUND = 5, 21, 8  # rounds of 8, 8 and 5 tokens
@@ -69,7 +70,7 @@ def generated(how, model, bf16=False, name="rloo_tldr"):
     generator = torch.Generator().manual_seed(4)
     uniforms = torch.rand(B, 3, T, dtype=torch.float64, generator=generator)
     with rounds(name, how) as script, torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-        return script.generate_groups(model, ids, mask, uniforms, STOP_IDS, 0.8)
+        return script.generate(model, ids, mask, uniforms, STOP_IDS, 0.8)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
@@ -118,7 +119,7 @@ def test_a_recording_sees_new_weights(tiny_lm, emulated):
 def test_what_cannot_be_recorded(tiny_lm, monkeypatch, arch, expected):
     """Sliding windows, whose columns move, and models that transformers cannot compile."""
     model = random_model("mistral", sliding_window=4) if arch == "mistral" else model_of(tiny_lm, arch)
-    script = module_with("generate_groups")
+    script = rloo_tldr
     cache = transformers.DynamicCache(config=model.config)
     assert not script.can_be_recorded(model, cache)  # on a CPU
     monkeypatch.setattr(transformers.PreTrainedModel, "device", torch.device("cuda"))
@@ -129,7 +130,7 @@ def test_fused_norms_are_the_same(tiny_lm):
     """load_model replaces RMSNorm by torch's. On a CPU the bits are the same, gradients up to rounding."""
     folder = tiny_lm("qwen2")
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-    fused = module_with("generate").load_model(transformers.AutoModelForCausalLM, str(folder)).eval()
+    fused = rloo_tldr.load_model(transformers.AutoModelForCausalLM, str(folder)).eval()
     assert sum(isinstance(module, torch.nn.RMSNorm) for module in fused.modules()) == 5
     assert fused.state_dict().keys() == plain.state_dict().keys()
     ids = random_ids(3, 9, seed=2)

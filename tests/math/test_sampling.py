@@ -6,10 +6,10 @@ import math
 import naive
 import pytest
 import torch
-from conftest import module_with
 from math_tools import INF, normal
 
-ppo = module_with("gae", "sample_tokens")
+import ppo_sentiment as ppo
+
 ALMOST_ONE = math.nextafter(1.0, 0.0)  # the largest float64 below 1; in fp32 it rounds to 1
 ALMOST_ONE_32 = 1 - 2.0**-24  # the largest fp32 below 1
 

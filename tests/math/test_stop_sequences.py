@@ -1,4 +1,4 @@
-"""Where an answer ends: generate_until and load_end_criteria of ppo_dialog.py, with several tokenizers.
+"""Where an answer ends: generate and load_end_criteria of ppo_dialog.py, with several tokenizers.
 
 The reference decodes the text so far, and looks whether the end mark is in it.
 """
@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import byte_level_tokenizer, module_with
+from conftest import byte_level_tokenizer
 from math_tools import left_padded, random_ids
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-dialog = module_with("load_end_criteria", "generate_until")
+import ppo_dialog as dialog
+
 EOU = " <EOU>"
 METASPACE_MARK = " -AN END-"  # of letters that the tokenizer of metaspace_lm knows
 
@@ -108,7 +109,7 @@ def generation(tiny_lm):
 def test_generation_until_a_mark(generation, temperature):
     """An answer ends with the token that completes the mark in its text, or at EOS. Then there are zeros."""
     g = generation
-    tokens, logprobs, lengths, stopped = dialog.generate_until(g.model, *g.inputs, g.is_end, temperature)
+    tokens, logprobs, lengths, stopped = dialog.generate(g.model, *g.inputs, g.is_end, temperature)
     expected = []
     for row, row_logprobs in zip(tokens.tolist(), logprobs):
         ends = [length_until(g.tokenizer, row, MARK)]
@@ -133,5 +134,5 @@ def test_a_mark_that_the_prompt_began_does_not_end_the_answer(generation, monkey
     monkeypatch.setattr(dialog, "sample_tokens", lambda probs, _: torch.tensor([next(spoken)]))
     ids = torch.tensor([[e, e]])
     inputs = ids, torch.ones_like(ids, dtype=torch.bool), torch.rand(1, 9, dtype=torch.float64)
-    _, _, lengths, stopped = dialog.generate_until(g.model, *inputs, g.is_end, 1.0)
+    _, _, lengths, stopped = dialog.generate(g.model, *inputs, g.is_end, 1.0)
     assert (lengths.item(), stopped.item()) == (3, True)

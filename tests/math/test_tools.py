@@ -30,15 +30,17 @@ def rolled_out():
     for row in TASKS:
         ids = script.tokenize_prompt(tokenizer, row["prompt"])
         examples.append(dict(ids=ids, prompt=row["prompt"], columns=row))
-    batch = script.draw_groups(examples, 4, ARGS, "test")
+    batch = script.draw_batch(examples, 4, ARGS, "test")
     with torch.no_grad():
-        trajectories = script.rollout(policy, tokenizer, turn_format, make_tools, stop_ids, batch, ARGS)
+        trajectories = script.write_trajectories(
+            policy, tokenizer, turn_format, make_tools, stop_ids, batch, ARGS
+        )
 
     def get_scores(trajectories):
         return {"reward": torch.arange(len(trajectories)) % 3.0}
 
     inputs = policy, tokenizer, turn_format, make_tools, stop_ids, get_scores, batch, ARGS
-    b, responses = script.sample_trajectories(*inputs)
+    b, responses = script.sample_responses(*inputs)
     return SimpleNamespace(
         policy=policy,
         tokenizer=tokenizer,
@@ -121,7 +123,7 @@ def test_the_gradient_is_that_of_a_plain_loop(rolled_out):
         t = b["lengths"][rows].max().item()
         logprobs, _ = model(b["ids"][rows, : C + t], b["mask"][rows, : C + t], t, ARGS.temperature)
         token_advantages = advantages[rows, None].expand(-1, t)
-        losses = script.clipped_policy_loss(logprobs, logprobs.detach(), token_advantages, 0.2)
+        losses, _, _ = script.clipped_policy_loss(logprobs, logprobs.detach(), token_advantages, 0.2)
         ((losses * b["sampled"][rows, :t]).sum() / num_tokens).backward()
     for (name, p), q in zip(policy.named_parameters(), plain.parameters(), strict=True):
         scale = q.grad.abs().max()
@@ -241,7 +243,7 @@ def test_the_expected_gradient_of_a_game_of_two_turns(monkeypatch):
     examples = [dict(ids=prompt, prompt="", columns=dict(secret=secret)) for secret in (0, 1)]
     estimates = []
     for seed in range(16):
-        batch = script.draw_groups(examples, k, args, seed)
+        batch = script.draw_batch(examples, k, args, seed)
 
         def get_scores(trajectories):
             turns = [[m["content"] for m in x.messages if m["role"] == "assistant"] for x in trajectories]
@@ -249,7 +251,7 @@ def test_the_expected_gradient_of_a_game_of_two_turns(monkeypatch):
             return {"game": torch.tensor([game_reward(*pair) for pair in zip(turns, secrets)])}
 
         inputs = policy, Letters(), LetterTurns(), lambda columns: ({}, None), torch.tensor([0]), get_scores
-        b, _ = script.sample_trajectories(*inputs, batch, args)
+        b, _ = script.sample_responses(*inputs, batch, args)
         rewards = b["rewards/game"].view(2, k)
         advantages = ((rewards - rewards.mean(1, keepdim=True)) * k / (k - 1)).flatten()
         logprobs, _ = script.Policy(policy)(b["ids"], b["mask"], room, 1.0)

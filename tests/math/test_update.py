@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from conftest import module_with
 
-ppo = module_with("gae", "make_learner")
+import ppo_sentiment as ppo
+
 PEAK = 3e-4
 SHAPES = {  # the share of the peak when a share x of the updates after the warm-up is over
     "constant": lambda x: 1.0,

@@ -16,14 +16,14 @@ CAFE = ("Where is the café?", "Déjà vu: the café is 3 € away.")
 
 @pytest.fixture
 def chat(script, monkeypatch, capsys):
-    """chat(argv, *lines): a whole chat in this process. -> its answers, calls of generate_until
+    """chat(argv, *lines): a whole chat in this process. -> its answers, calls of generate
 
     A line may also be an exception, which input() then raises.
     """
-    monkeypatch.setattr(script, "check_dialog_model", lambda *_: None)  # it generates, too
+    monkeypatch.setattr(script, "check_model", lambda *_: None)  # it generates, too
 
     def run(argv, *lines):
-        calls = spy(monkeypatch, script, "generate_until")
+        calls = spy(monkeypatch, script, "generate")
         typed = iter([*lines, "quit"])
 
         def fake_input(question):

@@ -277,7 +277,7 @@ def test_what_the_judge_reads(script, small, tiny_lm, monkeypatch):
     ids = {text: tokenizer(text).input_ids for text in ("Is it ever?", " It is ever", "ever it is")}
     posts = [dict(ids=ids["Is it ever?"], responses=[[*ids["ever it is"], end, 20, 21]])]
     tokens = torch.tensor([[*ids[" It is ever"], end, 22, end]])
-    monkeypatch.setattr(script, "sample_texts", lambda *inputs: (tokens, torch.zeros(tokens.shape)))
+    monkeypatch.setattr(script, "generate", lambda *inputs: (tokens, torch.zeros(tokens.shape)))
     seen = []
 
     def judge(prompts, completions):
@@ -356,10 +356,10 @@ def test_a_model_with_other_probabilities_is_refused(script, small, tiny_lm, tmp
         AutoTokenizer.from_pretrained(tiny_lm()),
         small("dpo_tldr"),
     )
-    script.check_lm(model, pairs, pairs, small("dpo_tldr"))
+    script.check_model(model, pairs, pairs, small("dpo_tldr"))
     model.lm_head.register_forward_hook(lambda module, inputs, logits: logits / 2)
     with pytest.raises(script.UserError, match="its own log-probabilities differ"):
-        script.check_lm(model, pairs, pairs, small("dpo_tldr"))
+        script.check_model(model, pairs, pairs, small("dpo_tldr"))
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -369,7 +369,7 @@ def test_the_forward_pass_is_checked(script, small, tiny_lm, monkeypatch, checkp
     rows = rows_of(args.dataset_name, "train.jsonl")
     pairs, _ = script.load_pairs(rows, AutoTokenizer.from_pretrained(tiny_lm()), args)
     model = script.load_lm(args)
-    script.check_lm(model, pairs, pairs, args)
+    script.check_model(model, pairs, pairs, args)
     hidden_states = script.hidden_states
 
     def scaled(body, ids, mask, cache=None):
@@ -377,4 +377,4 @@ def test_the_forward_pass_is_checked(script, small, tiny_lm, monkeypatch, checkp
 
     monkeypatch.setattr(script, "hidden_states", scaled)
     with pytest.raises(script.UserError, match="its own log-probabilities differ"):
-        script.check_lm(model, pairs, pairs, args)
+        script.check_model(model, pairs, pairs, args)

@@ -201,7 +201,7 @@ def dialogs_run(scripts, tiny_intents, tmp_path_factory):
         seed=6,
         **FLAGS,
     )
-    run = record(scripts["ppo_dialog"], args, "rollout_answers", "generate_until")
+    run = record(scripts["ppo_dialog"], args, "rollout", "generate")
     for rollout in run.rollouts:
         rollout.parts = dialog_parts(run, rollout.batch["turns"], rollout.responses)
         names = ("intent", "meteor", "rewards/reward")

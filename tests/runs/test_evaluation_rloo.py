@@ -133,7 +133,7 @@ def trained(scripts, world, tiny_lm, tmp_path_factory):
         args = maker(scripts, world, folder)("rloo_tldr", **(places | FLAGS | changes))
         with pytest.MonkeyPatch.context() as patch, handlers_kept():
             patch.setattr(script, "sample_responses", with_a_gap(script.sample_responses, P * K))
-            rollouts = spy(patch, script, "rollout_groups")
+            rollouts = spy(patch, script, "rollout")
             _, run_folder = script.train(args)
         names = ("before", "update 1", "update 2", "after")
         tokenizer = AutoTokenizer.from_pretrained(run.lm)

@@ -55,7 +55,7 @@ def test_metrics_of_tokens_that_are_left_out(grpo, script, monkeypatch, tiny_lm,
 
     monkeypatch.setattr(script, "length_mask", without_the_second)
     monkeypatch.setattr(script, "sample_responses", sample_otherwise)
-    rollouts = spy(monkeypatch, script, "rollout_tasks")
+    rollouts = spy(monkeypatch, script, "rollout")
     lm = eos_prone(tiny_lm, tmp_path / "lm")
     _, _, [_, row] = grpo(model_name_or_path=lm, total_episodes=16)
     b, _ = rollouts[1][1]  # of the second update, so that the KL is not 0
@@ -90,7 +90,7 @@ def test_without_a_penalty_nobody_has_a_reference(grpo, script, monkeypatch):
 
 def test_every_stop_token_of_the_model_ends_a_response(grpo, script, monkeypatch, tiny_lm, tmp_path):
     """Those of generation_config and EOS. The reward does not see their text."""
-    rollouts = spy(monkeypatch, script, "rollout_tasks")
+    rollouts = spy(monkeypatch, script, "rollout")
     grpo("first", learning_rate=0.0, total_episodes=8)
     sampled = rollouts.pop()[1][0]["ids"][:, -6:]
     stops = {sampled[0, 2].item(), sampled[3, 3].item()}
@@ -221,7 +221,7 @@ def test_which_rows_are_used(script, tiny_lm, tmp_path):
         num_train_rows=3,
         num_eval_prompts=4,
     )
-    tasks, held_out, counts = script.load_all_tasks(args, script.load_tokenizer(tiny_lm()))
+    tasks, held_out, counts = script.load_prompts(args, script.load_tokenizer(tiny_lm()))
     numbers = {int(task["prompt"]) for task in tasks}
     assert len(numbers) == len(tasks) == 3 and 3 <= max(numbers) < 12
     [held_out] = held_out.values()
@@ -255,7 +255,7 @@ def test_a_recipe_on_data_in_the_published_format(script, qwen, tmp_path, recipe
     rows, right, wrong = PUBLISHED[recipe]
     data = write_rows(tmp_path / "data", train=rows, test=rows)
     args = replace(script.parse_args([recipe]), dataset_name=data)
-    tasks, _, _ = script.load_all_tasks(args, script.load_tokenizer(qwen))
+    tasks, _, _ = script.load_prompts(args, script.load_tokenizer(qwen))
     for task in tasks:
         [system, user], columns = task["prompt"], task["columns"]
         if rows is GSM8K:

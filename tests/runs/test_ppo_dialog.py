@@ -33,10 +33,10 @@ def talk(dialog, talker):
     )
 
 
-def load_turns(script, rows, tokenizer, **flags):
+def load_prompts(script, rows, tokenizer, **flags):
     """The turns of these dialogs, for a classifier of four acts."""
     acts = ["inform", "question", "directive", "commissive"]
-    return script.load_turns(rows, tokenizer, acts, script.Args(**flags))
+    return script.load_prompts(rows, tokenizer, acts, script.Args(**flags))
 
 
 # ---- Prompts -----------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ def test_a_prompt_is_the_beginning_of_its_document(
     rows = rows_of(tiny_dialogs, "train.jsonl")
     documents = [sft.dialog_document(row, tokenizer, sft.Args(utterance_end=end)) for row in rows]
     flags = dict(utterance_end=end, num_context_utterances=99, max_prompt_length=999)
-    turns = iter(load_turns(script, rows, tokenizer, **flags))
+    turns = iter(load_prompts(script, rows, tokenizer, **flags))
     for row, (ids, _) in zip(rows, documents, strict=True):
         utterances = row["dialog"]
         assert ids[-1] == tokenizer.eos_token_id
@@ -109,7 +109,7 @@ def test_which_turns_are_used(script, tiny_lm):
     good = dict(dialog=["Hi.", "Ho.", "Hum."], act=[1, 2, 4])
     rows = [good, good | dict(act=[1, 2]), good | dict(dialog=["Hi.", " ", "Hum."]), dict(dialog=["Hi."])]
     rows += [good | dict(act=[1, None, 3]), dict(text="Hi."), dict(dialog=None)]
-    turns = load_turns(script, rows, tokenizer)
+    turns = load_prompts(script, rows, tokenizer)
     assert [(turn.reference, turn.act) for turn in turns] == [("Ho.", 2), ("Hum.", 4), ("Hum.", 3)]
     assert script.count_turns(rows) == 4 * 2
 
@@ -169,7 +169,7 @@ def test_intent_by_hand(script, small, tiny_intents, kind):
             intent_reward=reward,
             local_rollout_forward_batch_size=3,
         )
-        get_reward_parts, acts = script.load_reward_parts(args, CPU, None)
+        get_reward_parts, acts = script.load_reward(args, CPU, None)
         assert len(acts) == 4
         found[reward] = get_reward_parts(turns_with_acts(script, [1, 2, 3, 4]), ANSWERS, [[]] * 4)
         assert torch.equal(found[reward]["intent_match"], match)
@@ -192,7 +192,7 @@ def test_intent_texts_are_those_the_classifier_learned(script, scripts, tiny_lm,
     """reward_model.py makes the same texts of the same dialogs; its label is the act minus 1."""
     reward_model = scripts["reward_model"]
     rows = rows_of(tiny_dialogs, "train.jsonl")
-    turns = load_turns(script, rows, AutoTokenizer.from_pretrained(tiny_lm()))
+    turns = load_prompts(script, rows, AutoTokenizer.from_pretrained(tiny_lm()))
     rows = reward_model.load_answers(rows)
     previous = [turn.context[-1] for turn in turns]
     references = [turn.reference for turn in turns]

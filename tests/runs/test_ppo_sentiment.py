@@ -57,7 +57,7 @@ def test_learning_rate_0_changes_nothing(ppo, tiny_lm):
 def test_a_model_that_changes_between_calls_ends_the_run(scripts, small, monkeypatch, script):
     """Before the first step the ratio must be 1. If rollout and update differ, the run ends."""
     module = scripts[script]
-    name = "response_logprobs" if hasattr(module, "response_logprobs") else "group_logprobs"
+    name = "response_logprobs" if hasattr(module, "response_logprobs") else "response_logprobs"
     function = getattr(module, name)
     calls = []
 
@@ -359,8 +359,9 @@ def test_a_metric_that_is_not_finite_ends_the_run(ppo, script, monkeypatch, tmp_
 
     def infinite_in_update_2(*args):
         calls.append(1)
-        loss = value_loss(*args)
-        return loss + (math.inf if len(calls) > 4 else 0.0)  # a constant, so the gradient stays finite
+        loss, is_clipped = value_loss(*args)
+        # A constant, so the gradient stays finite.
+        return loss + (math.inf if len(calls) > 4 else 0.0), is_clipped
 
     monkeypatch.setattr(script, "clipped_value_loss", infinite_in_update_2)
     with pytest.raises(

@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 pytest_plugins = ["run_fixtures"]
 ROLLOUT = {
     "ppo_sentiment": "rollout",
-    "ppo_dialog": "rollout_answers",
-    "rloo_tldr": "rollout_groups",
+    "ppo_dialog": "rollout",
+    "rloo_tldr": "rollout",
     "grpo_math": "sample_responses",
 }
 SCORES = {name: "scores" if name == "grpo_math" else "raw_scores" for name in RL}  # before clip and penalty

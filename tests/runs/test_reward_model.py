@@ -633,7 +633,7 @@ def test_all_stages_tokenize_alike(scripts, tiny_lm, small):
     rows = [dict(prompt=prompt, completion=completion)]
     [(trained, _)], _ = scripts["sft"].load_documents(rows, tokenizer, small("sft"))
     [scored] = scripts["reward_model"].preference_ids(tokenizer, prompt, [completion], 100)
-    [post] = scripts["rloo_tldr"].load_posts(rows, tokenizer, small("rloo_tldr"))
+    [post] = scripts["rloo_tldr"].load_prompts(rows, tokenizer, small("rloo_tldr"))
     completion_ids = tokenizer(completion).input_ids + [tokenizer.eos_token_id]
     assert list(trained) == scored == post["ids"] + completion_ids
 

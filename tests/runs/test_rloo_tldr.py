@@ -44,7 +44,7 @@ def test_the_model_reads_each_prompt_once(script, tiny_lm, monkeypatch):
     ids = torch.randint(3, 1000, (2, 5), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids, dtype=torch.bool)
     calls = spy(monkeypatch, script, "hidden_states")
-    script.generate_groups(
+    script.generate(
         model, ids, mask, torch.rand(2, 3, 6, dtype=torch.float64), torch.tensor([], dtype=torch.long), 1.0
     )
     assert [tuple(args[1].shape) for args, _ in calls] == [(2, 5)] + [(6, 1)] * 5
@@ -76,7 +76,7 @@ def test_a_reward_model_with_another_tokenizer(rloo, tiny_classifier, tmp_path):
 def test_another_stop_token(rloo, script, monkeypatch, tiny_lm, tmp_path, kind):
     """Trick 16: --stop-token-id ends a response, and EOS only if it is named too. The reward reads the stop
     token, if it is text."""
-    rollouts = spy(monkeypatch, script, "rollout_groups")  # before training, an update, and after
+    rollouts = spy(monkeypatch, script, "rollout")  # before training, an update, and after
     lm = eos_prone(tiny_lm, tmp_path / "lm")
     tokenizer = AutoTokenizer.from_pretrained(lm)
     length = reward_file(tmp_path, "return [float(len(text)) for text in completions]")
