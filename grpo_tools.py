@@ -313,36 +313,34 @@ def learning_rate(args, update, updates):
 
 def train(args):
     """The whole run, from the flags to the final table. -> (Policy, run folder)"""
-    check_numbers(args)
-    n, k, T = args.per_device_train_batch_size, args.num_generations, args.response_length
-    if k < 2 or n * args.gradient_accumulation_steps % k != 0:
-        raise UserError(
-            f"--num-generations {k} must be 2 or more, and divide the minibatch of a process: "
-            "per_device_train_batch_size x gradient_accumulation_steps"
-        )
+    check_flags(args)
     accelerator = start_accelerator(args)
     device, world = accelerator.device, accelerator.num_processes
-    B = n * args.gradient_accumulation_steps * args.num_mini_batches * world  # episodes per update
-    P = B // k  # tasks per update
+    n, k, T = args.per_device_train_batch_size, args.num_generations, args.response_length
+    B = (
+        n * args.gradient_accumulation_steps * args.num_mini_batches * world
+    )  # episodes (responses) per update
+    P = B // k  # prompts per update
     updates = math.ceil(args.total_episodes / B)
-    status = {"reward": "objective/scores", "calls": "tools/call_frequency"}  # for the progress bar
+    # What the progress bar shows: label -> metric.
+    status = {"reward": "objective/scores", "calls": "tools/call_frequency"}
     run = Run(args, accelerator, updates, status)
 
     tokenizer = load_tokenizer(args.model_name_or_path)
     set_template_options(tokenizer, args)
     refuse_appended_eos(tokenizer, args.model_name_or_path)
-    reward_functions = load_reward(args)  # early, so that a typo shows before a model is loaded
+    # Functions of --reward-fn get this. global_step: updates so far. Both evaluations use the last value, so
+    # that a reward with a schedule scores before and after alike.
+    trainer_state = transformers.TrainerState(max_steps=updates, global_step=updates)
+    get_scores = load_reward(args, trainer_state, device)  # (trajectories) -> dict: name of the reward -> [B]
     # make_tools() -> the tools of a new trajectory, a dict: name -> function; and its environment, or None
     make_tools, schemas = load_tools(args)
     # The chat template writes the tools' names and arguments into every prompt.
     tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, tools=schemas)
-    train_tasks, held_out, counts = load_prompts(args, tokenizer)
-    policy, ref_model = load_policy(args, args.model_name_or_path, device), None
+    train_prompts, held_out, counts = load_prompts(args, tokenizer)
+    policy = load_policy(args, args.model_name_or_path, device)
     has_kl = args.kl_coef != 0
-    if has_kl:
-        ref_model = load_reference(args, policy, args.model_name_or_path, device)
-    elif args.load_in_8bit and not args.lora_r:
-        raise UserError("--load-in-8bit: without LoRA and a reference, no weights are frozen")
+    ref_model = load_reference(args, policy, args.model_name_or_path, device) if has_kl else None
     check_model(policy, args.model_name_or_path, args.max_prompt_length + T)
     # Three names for the same weights. `policy`, the Hugging Face model, generates. `model` wraps it: its
     # forward pass gives log-probabilities. `learner` is what the optimizer trains: `model` itself, DDP around
@@ -350,12 +348,6 @@ def train(args):
     model = Policy(policy)
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)  # [any number]
     turn_format = TurnFormat(tokenizer, stop_ids)
-    # Functions of --reward-fn get this. global_step: updates so far. Both evaluations use the last value, so
-    # that a reward with a schedule scores before and after alike.
-    trainer_state = transformers.TrainerState(max_steps=updates, global_step=updates)
-    # get_scores(trajectories) -> dict: name of the reward -> [B]. It holds trainer_state, so the reward
-    # functions see the number of each update.
-    get_scores = partial(score_trajectories, reward_functions, trainer_state, device)
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
 
@@ -363,7 +355,7 @@ def train(args):
         f"recipe {args.recipe}: {args.model_name_or_path} on {args.dataset_name}, {device}, bf16: {is_bf16}\n"
         f"tasks whose prompt is complete and short enough: {counts}\n"
         f"batch: {n} responses per pass x {args.gradient_accumulation_steps} accumulated "
-        f"x {args.num_mini_batches} minibatches x {world} processes = {B} episodes = {P} tasks x {k}; "
+        f"x {args.num_mini_batches} minibatches x {world} processes = {B} episodes = {P} prompts x {k}; "
         f"{updates} updates x {args.num_ppo_epochs} epochs x {args.num_mini_batches} minibatches = "
         f"{updates * args.num_ppo_epochs * args.num_mini_batches} optimizer steps"
     )
@@ -383,16 +375,16 @@ def train(args):
 
     for update in range(state["update"] + 1, updates + 1):
         # 1. Rollout. All random numbers are drawn for the global batch. Each process generates all k
-        #    responses to its share of the tasks; then every process gets all of them. For a given B, the
+        #    responses to its share of the prompts; then every process gets all of them. For a given B, the
         #    result does not depend on the number of processes, up to rounding.
         start_time = time.time()
         trainer_state.global_step = update - 1
         # Nothing here uses the global generators, but your own reward function might. Each process has its
         # own seed.
         set_global_seed(args.seed, update, accelerator.process_index)
-        # The next P tasks of an endless stream of shuffled passes.
-        task_numbers = stream_rows(len(train_tasks), (update - 1) * P, P, args.seed)
-        prompt_batch = draw_batch([train_tasks[i] for i in task_numbers], k, args, update)
+        # The next P prompts of an endless stream of shuffled passes.
+        numbers = stream_rows(len(train_prompts), (update - 1) * P, P, args.seed)
+        prompt_batch = draw_batch([train_prompts[i] for i in numbers], k, args, update)
         with accelerator.split_between_processes(prompt_batch) as prompt_share, autocast:
             b, responses = rollout(respond, model, ref_model, prompt_share, args)
         # b, with one row per trajectory: ids, mask [B, C + T]; sampled [B, T]; lengths, stopped, calls,
@@ -409,7 +401,7 @@ def train(args):
 
         # 3. Train. Minibatches are drawn from the global batch; each process trains on its share, n rows at
         #    a time. A minibatch, and each share of it, consists of whole groups, and neighboring rows of a
-        #    group share one pass over their prompt (`response_logprobs`). If a micro-batch cuts a group, its
+        #    group share one pass over their prompt (response_logprobs). If a micro-batch cuts a group, its
         #    prompt is read once more. The loss is the sum over this process's tokens, divided by the number
         #    of tokens in the minibatch on all processes (DAPO). So the gradient does not depend on how a
         #    minibatch is split, up to rounding.
@@ -420,7 +412,7 @@ def train(args):
         max_sampling_gap = torch.zeros((), device=device)
         for epoch in range(args.num_ppo_epochs):
             order = torch.randperm(P, generator=generator_for(args.seed, "order", update, epoch)).to(device)
-            for minibatch in order.split(P // args.num_mini_batches):  # indices of tasks
+            for minibatch in order.split(P // args.num_mini_batches):  # indices of prompts
                 num_tokens = sampled.view(P, k, T)[minibatch].sum()
                 with accelerator.split_between_processes(minibatch) as share:
                     # Row numbers of their trajectories, short ones first: this needs less padding.
@@ -548,7 +540,7 @@ def train(args):
         if args.num_sample_generations and (
             update == 1 or update % max(1, updates // args.num_sample_generations) == 0
         ):
-            # The k responses to the first task, which the main process generated.
+            # The k responses to the first prompt, which the main process generated.
             with torch.no_grad(), autocast:
                 _, entropies = model(b["ids"][:k], b["mask"][:k], T, args.temperature)
             token_columns = {
@@ -568,7 +560,7 @@ def train(args):
         # 5. Save.
         run.checkpoint({"update": update, "batch_size": B})
 
-    # 6. Evaluate on the same held-out tasks again, and save the model.
+    # 6. Evaluate on the same held-out prompts again, and save the model.
     trainer_state.global_step = updates
     with autocast:
         after = evaluate(respond, held_out, args, accelerator)
@@ -701,7 +693,7 @@ def generator_for(seed, *purpose):
 def rollout(respond, model, ref_model, batch, args):
     """Sample k responses to each task, reward them, and compute old and reference log-probabilities.
 
-    respond: sample_responses, with everything but batch and args filled in; batch: from draw_groups.
+    respond: sample_responses, with everything but batch and args filled in; batch: from draw_batch.
     Returns
     - the dict of sample_responses, and scores (the weighted sum of the rewards) [P * k]; logprobs (if
       takes_several_steps), ref_logprobs (if kl_coef is not 0) [P * k, T]
@@ -764,7 +756,7 @@ def sorted_groups(groups, lengths, k, reuses_prompts):
 def sample_responses(policy, tokenizer, turn_format, make_tools, stop_ids, get_scores, batch, args):
     """Sample k trajectories for each task, and reward them.
 
-    get_scores(trajectories) -> dict: name of the reward -> [P * k]; batch: from draw_groups. Returns
+    get_scores(trajectories) -> dict: name of the reward -> [P * k]; batch: from draw_batch. Returns
     - a dict of tensors, in which the trajectories of a task are neighbors: ids, mask [P * k, C + T]; sampled
       [P * k, T]; lengths, stopped, turns, calls, failures, rewards/NAME [P * k]; sampling_logprobs [P * k, T]
     - the texts of the trajectories, with the results of the tools, P * k str
@@ -1622,8 +1614,11 @@ class TurnFormat:
 # ---- Rewards -----------------------------------------------------------------------------------------------
 
 
-def load_reward(args):
-    """The functions of --reward-fn, and get_reward() of --environment. -> dict: name -> function"""
+def load_reward(args, trainer_state, device):
+    """The functions of --reward-fn and get_reward() of --environment, as one function.
+
+    -> score_trajectories, with its first arguments filled in
+    """
     functions = load_functions(args.reward_fn or [])
     if args.environment is not None:
         [environment_class] = load_functions([args.environment]).values()
@@ -1631,7 +1626,7 @@ def load_reward(args):
             functions["environment"] = reward_of_environment
     if not functions:
         raise UserError("there is no reward: name --reward-fn, or give the environment a method get_reward")
-    return functions
+    return partial(score_trajectories, functions, trainer_state, device)
 
 
 def reward_of_environment(environments, **columns):
@@ -2331,6 +2326,19 @@ def report_evaluation(run, before, after):
 
 
 # ---- Command line ------------------------------------------------------------------------------------------
+
+
+def check_flags(args):
+    """Raise if flags would train something else than they say."""
+    check_numbers(args)
+    n, k = args.per_device_train_batch_size, args.num_generations
+    if k < 2 or n * args.gradient_accumulation_steps % k != 0:
+        raise UserError(
+            f"--num-generations {k} must be 2 or more, and divide the minibatch of a process: "
+            "per_device_train_batch_size x gradient_accumulation_steps"
+        )
+    if args.load_in_8bit and not args.lora_r and args.kl_coef == 0:
+        raise UserError("--load-in-8bit: without LoRA and a reference, no weights are frozen")
 
 
 # Flags of all scripts that cannot be 0.

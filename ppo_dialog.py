@@ -376,9 +376,10 @@ def train(args):
     # Functions of --reward-fn get this. global_step: updates so far. Both evaluations use the last value, so
     # that a reward with a schedule scores before and after alike.
     trainer_state = transformers.TrainerState(max_steps=updates, global_step=updates)
-    get_reward_parts, act_names = load_reward(args, device, trainer_state)
-    train_turns = load_prompts(train_rows, tokenizer, act_names, args)
-    held_out_turns = load_prompts(held_out_rows, tokenizer, act_names, args)
+    # get_scores(turns, answers, answer_tokens) -> dict: name of a part of the reward -> [B]
+    get_scores, act_names = load_reward(args, trainer_state, device)
+    train_prompts = load_prompts(train_rows, tokenizer, act_names, args)
+    held_out_prompts = load_prompts(held_out_rows, tokenizer, act_names, args)
     model, ref_model = load_policy_and_value(args, device)
     check_model(model.policy, args.model_name_or_path, args.max_prompt_length + T)
     is_bf16 = wants_bf16(args, device)
@@ -386,12 +387,12 @@ def train(args):
 
     accelerator.print(
         f"recipe {args.recipe}: {args.model_name_or_path} on {args.dataset_name}, {device}, bf16: {is_bf16}\n"
-        f"turns that can be used: {len(train_turns)} of {count_turns(train_rows)} for training, "
-        f"{len(held_out_turns)} of {count_turns(held_out_rows)} held out; "
-        f"{sum(turn.is_cut for turn in train_turns + held_out_turns)} of their prompts are cut to "
+        f"turns that can be used: {len(train_prompts)} of {count_turns(train_rows)} for training, "
+        f"{len(held_out_prompts)} of {count_turns(held_out_rows)} held out; "
+        f"{sum(turn.is_cut for turn in train_prompts + held_out_prompts)} of their prompts are cut to "
         f"{args.max_prompt_length} tokens\n"
         "first prompt, whose end marks must be those of fine-tuning: "
-        f"{tokenizer.decode(train_turns[0].prompt_tokens)!r}\n"
+        f"{tokenizer.decode(train_prompts[0].prompt_tokens)!r}\n"
         f"acts 1, 2, ... of the classifier (they must be those of the data): {act_names}\n"
         f"METEOR counts {meteor_matches()}; ROUGE reads only Latin letters, BLEU needs spaces between words\n"
         f"batch: {n} responses per pass x {args.gradient_accumulation_steps} accumulated "
@@ -403,11 +404,11 @@ def train(args):
     # The held-out prompts and their random numbers depend only on the seed, so the evaluations before and
     # after training use the same ones, and so does a resumed run: `before` is always measured with the policy
     # before PPO, since run.start loads a checkpoint only below.
-    num_eval_prompts = min(args.num_eval_prompts, len(held_out_turns))
+    num_eval_prompts = min(args.num_eval_prompts, len(held_out_prompts))
     if num_eval_prompts < world:
         raise UserError(f"{world} processes need as many held-out prompts; there are {num_eval_prompts}")
-    held_out = draw_batch(held_out_turns, 0, num_eval_prompts, args, "held-out")
-    respond = partial(rollout, model, ref_model, tokenizer, is_end, get_reward_parts, args=args)
+    held_out = draw_batch(held_out_prompts, 0, num_eval_prompts, args, "held-out")
+    respond = partial(rollout, model, ref_model, tokenizer, is_end, get_scores, args=args)
     with autocast:
         before = evaluate(respond, model.policy, held_out, args, accelerator)
 
@@ -429,7 +430,7 @@ def train(args):
         # own seed.
         set_global_seed(args.seed, update, accelerator.process_index)
         # The next B turns with their prompts, and the random numbers to sample answers with.
-        prompt_batch = draw_batch(train_turns, (update - 1) * B, B, args, update)
+        prompt_batch = draw_batch(train_prompts, (update - 1) * B, B, args, update)
         turns = prompt_batch["turns"]  # of all processes
         # A copy of prompt_batch, because accelerate changes it.
         with accelerator.split_between_processes(dict(prompt_batch)) as prompt_share, autocast:
@@ -496,7 +497,7 @@ def train(args):
                             new_values, old_values, mb_returns, args.cliprange_value
                         )
                         loss = ((policy_loss + args.vf_coef * value_loss) * mb_valid).sum() / num_tokens
-                        # We want the sum, but DDP averages over processes and accelerate over micro-batches.
+                        # We want the sum, but DDP averages over processes, and accelerate over micro-batches.
                         accelerator.backward(loss * world * args.gradient_accumulation_steps)
 
                     with torch.no_grad():
@@ -746,10 +747,10 @@ def generator_for(seed, *purpose):
 
 
 @torch.no_grad()
-def rollout(model, ref_model, tokenizer, is_end, get_reward_parts, batch, args):
+def rollout(model, ref_model, tokenizer, is_end, get_scores, batch, args):
     """Sample an answer for each turn, score it, and compute the log-probabilities that PPO calls old.
 
-    batch: from draw_batch; is_end, get_reward_parts: from load_end_criteria, load_reward_parts. Returns
+    batch: from draw_batch; is_end, get_scores: from load_end_criteria, load_reward. Returns
     - a dict of tensors: ids, mask [B, C + T]; lengths, stopped, raw_scores [B]; logprobs, ref_logprobs,
       sampling_logprobs, entropies, values [B, T]; and parts, a dict: part of the score -> [B]
     - answers, a list of B str
@@ -773,7 +774,7 @@ def rollout(model, ref_model, tokenizer, is_end, get_reward_parts, batch, args):
     # 2. Decode and score. The reward reads text, because the classifier may have another tokenizer.
     answer_tokens = list_tokens(tokens, valid)
     answers = [answer_text(tokenizer, row, args.utterance_end) for row in answer_tokens]
-    parts = get_reward_parts(batch["turns"], answers, answer_tokens)  # name -> [B]
+    parts = get_scores(batch["turns"], answers, answer_tokens)  # name -> [B]
 
     # 3. Compute log-probabilities and values of the tokens exactly as in the update: with the same forward
     #    pass, and as many rows at a time. Dropout is 0, so the ratio is 1 until the first optimizer step, up
@@ -974,11 +975,11 @@ def context_ids(utterances, args, bos=()):
 # ---- Reward ------------------------------------------------------------------------------------------------
 
 
-def load_reward(args, device, trainer_state):
-    """Load what the reward needs. -> get_reward_parts, and the names of the classifier's acts (None: no
+def load_reward(args, trainer_state, device):
+    """Load what the reward needs. -> get_scores, and the names of the classifier's acts (None: no
     classifier)
 
-    get_reward_parts(turns, answers, answer_tokens) -> dict: name -> fp32 [B]:
+    get_scores(turns, answers, answer_tokens) -> dict: name -> fp32 [B]:
         intent        what --intent-reward selects: the probability of the reference's act, or intent_match
         intent_match  1 if the classifier finds the reference's act the likeliest, otherwise 0
         meteor        METEOR of the answer against the reference, from 0 to 1
@@ -990,7 +991,7 @@ def load_reward(args, device, trainer_state):
     if args.reward_model_path is not None:
         classify, act_names = load_classifier(args, args.reward_model_path, device)
 
-    def get_reward_parts(turns, answers, answer_tokens):
+    def get_scores(turns, answers, answer_tokens):
         parts = {}
         if classify is not None:
             previous = [turn.context[-1] for turn in turns]
@@ -1016,7 +1017,7 @@ def load_reward(args, device, trainer_state):
         )
         return parts | {f"rewards/{name}": x for name, x in rewards.items()}
 
-    return get_reward_parts, act_names
+    return get_scores, act_names
 
 
 def intent_texts(previous, answers):

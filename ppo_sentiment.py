@@ -346,11 +346,7 @@ def learning_rate(args, update, updates):
 
 def train(args):
     """The whole run, from the flags to the final table. -> (PolicyAndValue, run folder)"""
-    check_numbers(args)
-    if args.query_min_length > args.query_max_length or args.response_min_length > args.response_length:
-        raise UserError("--query-min-length or --response-min-length is larger than the largest length")
-    if args.missing_eos_penalty is not None and args.stop_token is None and args.stop_token_id is None:
-        raise UserError("--missing-eos-penalty without a stop token would penalize all responses alike")
+    check_flags(args)
     accelerator = start_accelerator(args)
     device, world = accelerator.device, accelerator.num_processes
     n, C, T = args.per_device_train_batch_size, args.query_max_length, args.response_length
@@ -365,13 +361,13 @@ def train(args):
     tokenizer = load_tokenizer(args.model_name_or_path)
     refuse_appended_eos(tokenizer, args.model_name_or_path)
     train_rows, held_out_rows = load_splits(args.dataset_name)
-    train_reviews = load_prompts(train_rows, tokenizer, args)
-    held_out_reviews = load_prompts(held_out_rows, tokenizer, args)
+    train_prompts = load_prompts(train_rows, tokenizer, args)
+    held_out_prompts = load_prompts(held_out_rows, tokenizer, args)
     # Functions of --reward-fn get this. global_step: updates so far. Both evaluations use the last value, so
     # that a reward with a schedule scores before and after alike.
     trainer_state = transformers.TrainerState(max_steps=updates, global_step=updates)
     # get_scores(data_rows, prompts, responses, response_tokens) -> dict: name of the reward -> [B]
-    get_scores = partial(call_reward_functions, load_reward(args, device), trainer_state, device)
+    get_scores = load_reward(args, trainer_state, device)
     judge = None
     if args.judge_model_path is not None:
         judge = load_label_scorer(args, args.judge_model_path, device)
@@ -383,8 +379,8 @@ def train(args):
 
     accelerator.print(
         f"recipe {args.recipe}: {args.model_name_or_path} on {args.dataset_name}, {device}, bf16: {is_bf16}\n"
-        f"reviews that are long enough: {len(train_reviews)} of {len(train_rows)} for training, "
-        f"{len(held_out_reviews)} of {len(held_out_rows)} held out; "
+        f"reviews that are long enough: {len(train_prompts)} of {len(train_rows)} for training, "
+        f"{len(held_out_prompts)} of {len(held_out_rows)} held out; "
         f"a prompt is the first {args.query_min_length} to {C} tokens, so it may end inside a word\n"
         f"batch: {n} responses per pass x {args.gradient_accumulation_steps} accumulated "
         f"x {args.num_mini_batches} minibatches x {world} processes = {B} episodes; {updates} updates "
@@ -396,10 +392,10 @@ def train(args):
     # The held-out prompts and their random numbers depend only on the seed, so the evaluations before and
     # after training use the same ones, and so does a resumed run: `before` is always measured with the policy
     # before PPO, since run.start loads a checkpoint only below.
-    num_eval_prompts = min(args.num_eval_prompts, len(held_out_reviews))
+    num_eval_prompts = min(args.num_eval_prompts, len(held_out_prompts))
     if num_eval_prompts < world:
         raise UserError(f"{world} processes need as many held-out prompts; there are {num_eval_prompts}")
-    held_out = draw_batch(held_out_reviews, 0, num_eval_prompts, args, "held-out")
+    held_out = draw_batch(held_out_prompts, 0, num_eval_prompts, args, "held-out")
     # respond(batch) -> b (a dict of tensors), prompts, responses
     respond = partial(rollout, model, ref_model, tokenizer, stop_ids, get_scores, args=args)
     with autocast:
@@ -424,7 +420,7 @@ def train(args):
         set_global_seed(args.seed, update, accelerator.process_index)
         # The beginnings of the next B reviews are the prompts. With them come a length limit for each
         # response, and the random numbers to sample it with.
-        prompt_batch = draw_batch(train_reviews, (update - 1) * B, B, args, update)
+        prompt_batch = draw_batch(train_prompts, (update - 1) * B, B, args, update)
         with accelerator.split_between_processes(prompt_batch) as prompt_share, autocast:
             b, prompts, responses = respond(prompt_share)
         # Rollouts of all processes: a dict of tensors, [B, ...] each. `responses` has only the texts of this
@@ -489,7 +485,7 @@ def train(args):
                             new_values, old_values, mb_returns, args.cliprange_value
                         )
                         loss = ((policy_loss + args.vf_coef * value_loss) * mb_valid).sum() / num_tokens
-                        # We want the sum, but DDP averages over processes and accelerate over micro-batches.
+                        # We want the sum, but DDP averages over processes, and accelerate over micro-batches.
                         accelerator.backward(loss * world * args.gradient_accumulation_steps)
 
                     with torch.no_grad():
@@ -711,7 +707,7 @@ def generator_for(seed, *purpose):
 def rollout(model, ref_model, tokenizer, stop_ids, get_scores, batch, args):
     """Sample a response to each prompt, score it, and compute the log-probabilities that PPO calls old.
 
-    batch: from draw_batch; get_scores: call_reward_functions, with its first arguments filled in. Returns
+    batch: from draw_batch; get_scores: from load_reward. Returns
     - a dict of tensors: ids, mask [B, C + T]; lengths, stopped, raw_scores, rewards/NAME [B]; logprobs,
       ref_logprobs, sampling_logprobs, entropies, values [B, T]
     - prompts and responses, lists of B str
@@ -1357,17 +1353,22 @@ def load_label_scorer(args, name, device):
     return score_label
 
 
-def load_reward(args, device):
-    """The functions of --reward-fn, or the classifier. -> dict: name -> function"""
+def load_reward(args, trainer_state, device):
+    """The functions of --reward-fn, or the classifier, as one function.
+
+    -> call_reward_functions, with its first arguments filled in
+    """
     if args.reward_fn is not None:
-        return load_functions(args.reward_fn)
-    score_label = load_label_scorer(args, args.reward_model_path, device)
+        functions = load_functions(args.reward_fn)
+    else:
+        score_label = load_label_scorer(args, args.reward_model_path, device)
 
-    def classifier(prompts, completions, **columns):
-        logits, _ = score_label(prompts, completions)
-        return logits.tolist()
+        def classifier(prompts, completions, **columns):
+            logits, _ = score_label(prompts, completions)
+            return logits.tolist()
 
-    return {"classifier": classifier}
+        functions = {"classifier": classifier}
+    return partial(call_reward_functions, functions, trainer_state, device)
 
 
 def load_functions(names):
@@ -1952,6 +1953,15 @@ def report_evaluation(run, before, after):
 
 
 # ---- Command line ------------------------------------------------------------------------------------------
+
+
+def check_flags(args):
+    """Raise if flags would train something else than they say."""
+    check_numbers(args)
+    if args.query_min_length > args.query_max_length or args.response_min_length > args.response_length:
+        raise UserError("--query-min-length or --response-min-length is larger than the largest length")
+    if args.missing_eos_penalty is not None and args.stop_token is None and args.stop_token_id is None:
+        raise UserError("--missing-eos-penalty without a stop token would penalize all responses alike")
 
 
 # Flags of all scripts that cannot be 0.

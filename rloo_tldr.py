@@ -315,21 +315,15 @@ def learning_rate(args, update, updates):
 
 def train(args):
     """The whole run, from the flags to the final table. -> (Policy, run folder)"""
-    check_numbers(args)
-    n, k, T = args.per_device_train_batch_size, args.rloo_k, args.response_length
-    if k < 2 or n * args.gradient_accumulation_steps % k:
-        raise UserError(
-            f"--rloo-k {k} must be 2 or more, and divide the minibatch of a process: "
-            "per_device_train_batch_size x gradient_accumulation_steps"
-        )
-    if args.missing_eos_penalty is not None and args.stop_token is None and args.stop_token_id is None:
-        raise UserError("--missing-eos-penalty without a stop token would penalize all responses alike")
+    check_flags(args)
     if args.bf16:
         args = replace(args, dtype="bfloat16")
     accelerator = start_accelerator(args)
     device, world = accelerator.device, accelerator.num_processes
-    # Responses (TRL: episodes) per update:
-    B = n * args.gradient_accumulation_steps * args.num_mini_batches * world
+    n, k, T = args.per_device_train_batch_size, args.rloo_k, args.response_length
+    B = (
+        n * args.gradient_accumulation_steps * args.num_mini_batches * world
+    )  # episodes (responses) per update
     P = B // k  # prompts per update
     updates = math.ceil(args.total_episodes / B)
     # What the progress bar shows: label -> metric.
@@ -341,31 +335,32 @@ def train(args):
     set_template_options(tokenizer, args)
     refuse_appended_eos(tokenizer, tokenizer_name)
     train_rows, held_out_rows = load_splits(args.dataset_name)
-    train_posts = load_prompts(train_rows, tokenizer, args)
-    held_out_posts = choose_held_out(load_prompts(held_out_rows, tokenizer, args), args)
-    if len(held_out_posts) < world:
-        raise UserError(f"{world} processes need as many held-out posts; there are {len(held_out_posts)}")
+    train_prompts = load_prompts(train_rows, tokenizer, args)
+    held_out_prompts = choose_held_out(load_prompts(held_out_rows, tokenizer, args), args)
+    if len(held_out_prompts) < world:
+        raise UserError(f"{world} processes need as many held-out posts; there are {len(held_out_prompts)}")
     # Functions of --reward-fn get this. global_step: updates so far. Both evaluations use the last value, so
     # that a reward with a schedule scores before and after alike.
     trainer_state = transformers.TrainerState(max_steps=updates, global_step=updates)
-    # What RLOO maximizes is get_scores. get_judge_scores, of --judge-fn, is only logged for each batch.
+    # get_scores(examples, responses, response_tokens) -> dict: name of the reward -> [B]. RLOO maximizes it.
+    # get_judge_scores, of --judge-fn, is only logged for each batch.
     # judge(posts, responses) -> verdicts against the reference summaries, asked for once, after training. It
     # is --judge-model or, without one, --judge-fn.
     get_judge_scores = None
     if args.judge_fn is not None:
         get_judge_scores = partial(score_responses, load_functions([args.judge_fn]), trainer_state, device)
-    get_scores = partial(score_responses, load_reward(args, device), trainer_state, device)
+    get_scores = load_reward(args, trainer_state, device)
     judge = None
     if accelerator.is_main_process:  # only one process asks a judge on a server
         judge = load_judge(args, tokenizer, trainer_state, device)
     policy_name = args.sft_model_path or args.model_name_or_path
     policy = load_policy(args, policy_name, device)
     ref_model = load_reference(args, policy, policy_name, device)
-    max_tokens = max(len(post["ids"]) for post in train_posts + held_out_posts) + T
+    max_tokens = max(len(post["ids"]) for post in train_prompts + held_out_prompts) + T
     check_model(policy, policy_name, max_tokens)
     # Three names for the same weights. `policy`, the Hugging Face model, generates. `model` wraps it: its
-    # forward pass gives log-probabilities. `learner` is what the optimizer trains: model itself, DDP around
-    # it or, with FSDP2 and ZeRO-3, a sharded copy, whose weights copy_weights copies back after each update.
+    # forward pass gives log-probabilities. `learner` is what the optimizer trains: `model` itself, DDP around
+    # it or, with FSDP2 and ZeRO-3, a sharded copy. copy_weights copies that back after each update.
     model = Policy(policy)
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)  # [any number]
     is_bf16 = wants_bf16(args, device)
@@ -380,10 +375,10 @@ def train(args):
         f"{updates * args.num_ppo_epochs * args.num_mini_batches} optimizer steps"
     )
 
-    # The held-out posts, and the random numbers for one summary of each, depend only on the seed. So the
-    # evaluations before and after training use the same ones, and so does a resumed run: `before` is always
-    # measured with the policy before RLOO, since run.start loads a checkpoint only below.
-    held_out = draw_batch(held_out_posts, 1, args, "held-out")
+    # The random numbers of an evaluation depend only on the seed, so they are the same before and after
+    # training. In a resumed run too, `before` measures the initial policy, because run.start loads a
+    # checkpoint only below.
+    held_out = draw_batch(held_out_prompts, 1, args, "held-out")
     # respond(batch) -> b, responses. It samples, calls get_scores, and computes log-probabilities.
     respond = partial(rollout, model, ref_model, tokenizer, stop_ids, get_scores, args=args)
     with autocast:
@@ -396,17 +391,16 @@ def train(args):
 
     for update in range(state["update"] + 1, updates + 1):
         # 1. Rollout. All random numbers are drawn for the global batch. Each process generates all k
-        #    responses to its share of the prompts; then every process gets the tensors of all responses. (The
-        #    texts stay where they were made, except for a metric in step 6.) For a given B, the result does
-        #    not depend on the number of processes, up to rounding.
+        #    responses to its share of the prompts; then every process gets all of them. For a given B, the
+        #    result does not depend on the number of processes, up to rounding.
         start_time = time.time()
         trainer_state.global_step = update - 1
         # Nothing here uses the global generators, but your own reward function might. Each process has its
         # own seed.
         set_global_seed(args.seed, update, accelerator.process_index)
-        # The next P posts of an endless stream of shuffled passes.
-        post_numbers = stream_rows(len(train_posts), (update - 1) * P, P, args.seed)
-        prompt_batch = draw_batch([train_posts[i] for i in post_numbers], k, args, update)
+        # The next P prompts of an endless stream of shuffled passes.
+        numbers = stream_rows(len(train_prompts), (update - 1) * P, P, args.seed)
+        prompt_batch = draw_batch([train_prompts[i] for i in numbers], k, args, update)
         with accelerator.split_between_processes(prompt_batch) as prompt_share, autocast:
             b, responses = respond(prompt_share)
         # The scores of --judge-fn are only logged. If they fall while those of the reward rise, the policy
@@ -414,8 +408,9 @@ def train(args):
         if get_judge_scores is not None:
             posts = [post for post in prompt_share["examples"] for _ in range(k)]
             b["judge_scores"] = score_texts(get_judge_scores, tokenizer, posts, responses)
-        # Rollouts of all processes. ids, mask [B, C + T]; lengths, stopped, raw_scores, rewards/NAME [B];
-        # logprobs, ref_logprobs, entropies, sampling_logprobs [B, T].
+        # b, with one row per response: ids, mask [B, C + T]; lengths, stopped, raw_scores, rewards/NAME [B];
+        # sampling_logprobs, logprobs (old), ref_logprobs and entropies [B, T]. After gather, it has the
+        # rollouts of all processes. `responses` has only the texts of this process.
         b = accelerator.gather(b)
         C = b["ids"].shape[1] - T  # positions of the longest prompt in this batch
         valid = length_mask(b["lengths"], T)  # [B, T]
@@ -442,9 +437,9 @@ def train(args):
         # 5. Update. A minibatch, and each process's share of it, consists of whole groups, drawn from the
         #    global batch. It is trained on n rows at a time, and neighboring rows of a group share one pass
         #    over their prompt (response_logprobs). n need not be a multiple of k: if a micro-batch cuts a
-        #    group, its prompt is read once more. The loss is the sum over this process's responses, divided by
-        #    the number of responses in the minibatch on all processes. So the gradient does not depend on how
-        #    a minibatch is split.
+        #    group, its prompt is read once more. The loss is the sum over this process's responses, divided
+        #    by the number of responses in the minibatch on all processes. So the gradient does not depend on
+        #    how a minibatch is split.
         learner.train(args.gradient_checkpointing)  # there is no dropout; only checkpointing needs train mode
         for param_group in optimizer.param_groups:
             param_group["lr"] = learning_rate(args, update, updates)
@@ -474,10 +469,10 @@ def train(args):
                         response_loss = policy_loss  # [n]
                         if args.kl_estimator != "k1":
                             ref_logprobs = b["ref_logprobs"][rows, :t]
-                            mb_kl = kl_per_token(new_token_logprobs, ref_logprobs, args.kl_estimator)
-                            response_loss = policy_loss + args.kl_coef * mb_kl.sum(1)
+                            token_kl = kl_per_token(new_token_logprobs, ref_logprobs, args.kl_estimator)
+                            response_loss = policy_loss + args.kl_coef * token_kl.sum(1)
                         loss = response_loss.sum() / (len(minibatch) * k)
-                        # We want the sum, but DDP averages over processes and accelerate over micro-batches.
+                        # We want the sum, but DDP averages over processes, and accelerate over micro-batches.
                         accelerator.backward(loss * world * args.gradient_accumulation_steps)
 
                     with torch.no_grad():
@@ -562,7 +557,7 @@ def train(args):
             with autocast:
                 evaluation, columns = evaluate(respond, held_out, args, accelerator)
             if judge is not None:
-                evaluation |= win_rate(judge(held_out_posts, columns["response"]))
+                evaluation |= win_rate(judge(held_out_prompts, columns["response"]))
             metrics |= {f"eval/{name}": x for name, x in evaluation.items()}
         run.log(metrics)  # tensors become numbers; raises if one is not finite
         if (scores == scores[0]).all():
@@ -570,7 +565,7 @@ def train(args):
         if args.num_sample_generations and (
             update == 1 or update % max(1, updates // args.num_sample_generations) == 0
         ):
-            # The k responses to the first post, which the main process generated.
+            # The k responses to the first prompt, which the main process generated.
             token_columns = {
                 "ids": b["ids"][:, C:],
                 "logprob": b["logprobs"],
@@ -587,13 +582,13 @@ def train(args):
         # 7. Save.
         run.checkpoint({"update": update, "batch_size": B})
 
-    # 8. Evaluate on the same held-out posts again, save the model, and judge both evaluations.
+    # 8. Evaluate on the same held-out prompts again, save the model, and judge both evaluations.
     trainer_state.global_step = updates
     with autocast:
         after = evaluate(respond, held_out, args, accelerator)
     if accelerator.is_main_process:
         save_policy(policy, tokenizer, run.folder / "model")
-        report_evaluation(run, judge, held_out_posts, before, after)
+        report_evaluation(run, judge, held_out_prompts, before, after)
     run.finish()
     return model, run.folder
 
@@ -703,8 +698,7 @@ def generator_for(seed, *purpose):
 def rollout(model, ref_model, tokenizer, stop_ids, get_scores, batch, args):
     """Sample k responses to each post, score them, and compute old and reference log-probabilities.
 
-    get_scores(examples, responses, response_tokens) -> dict: name of the reward -> [P * k]
-    batch: from draw_groups. Returns
+    get_scores: from load_reward; batch: from draw_batch. Returns
     - the dict of sample_responses, and raw_scores (the weighted sum of the rewards) [P * k]; logprobs,
       ref_logprobs, entropies [P * k, T]
     - the responses, P * k str
@@ -763,7 +757,7 @@ def sample_responses(policy, tokenizer, stop_ids, get_scores, batch, args):
     """Sample k responses to each prompt, and reward them.
 
     get_scores(examples, responses, response_tokens) -> dict: name of the reward -> [P * k]
-    batch: from draw_groups. Returns
+    batch: from draw_batch. Returns
     - a dict of tensors, in which the responses to a prompt are neighbors: ids, mask [P * k, C + T]; lengths,
       stopped, rewards/NAME [P * k]; sampling_logprobs [P * k, T]
     - the responses, P * k str
@@ -1454,11 +1448,16 @@ def sequence_logits(model, ids, mask):
         return model.score(hidden[rows, last].float())
 
 
-def load_reward(args, device):
-    """The functions of --reward-fn, or the reward model. -> dict: name -> function"""
+def load_reward(args, trainer_state, device):
+    """The functions of --reward-fn, or the reward model, as one function.
+
+    -> score_responses, with its first arguments filled in
+    """
     if args.reward_fn is not None:
-        return load_functions(args.reward_fn)
-    return {"reward_model": load_reward_model(args, args.reward_model_path, device)}
+        functions = load_functions(args.reward_fn)
+    else:
+        functions = {"reward_model": load_reward_model(args, args.reward_model_path, device)}
+    return partial(score_responses, functions, trainer_state, device)
 
 
 def load_functions(names):
@@ -2357,6 +2356,19 @@ def report_evaluation(run, judge, posts, before, after):
 
 
 # ---- Command line ------------------------------------------------------------------------------------------
+
+
+def check_flags(args):
+    """Raise if flags would train something else than they say."""
+    check_numbers(args)
+    n, k = args.per_device_train_batch_size, args.rloo_k
+    if k < 2 or n * args.gradient_accumulation_steps % k:
+        raise UserError(
+            f"--rloo-k {k} must be 2 or more, and divide the minibatch of a process: "
+            "per_device_train_batch_size x gradient_accumulation_steps"
+        )
+    if args.missing_eos_penalty is not None and args.stop_token is None and args.stop_token_id is None:
+        raise UserError("--missing-eos-penalty without a stop token would penalize all responses alike")
 
 
 # Flags of all scripts that cannot be 0.

@@ -18,6 +18,7 @@ import gzip
 import json
 import math
 import sys
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 
@@ -118,7 +119,12 @@ def run_ppo(seed, folder):
         return [{"ids": tokenizer(row["prompt"]).input_ids, "columns": row} for row in rows]
 
     ppo_sentiment.load_prompts = load_prompts
-    ppo_sentiment.load_reward = lambda args, device: {"reward_model": load_reward()}
+
+    def load_reward_function(args, trainer_state, device):
+        functions = {"reward_model": load_reward()}
+        return partial(ppo_sentiment.call_reward_functions, functions, trainer_state, device)
+
+    ppo_sentiment.load_reward = load_reward_function
     flags = f"--model-name-or-path checkpoints/tldr-sft --dataset-name data/tldr --seed {seed} --output-dir {folder}"
     flags += " --query-min-length 80 --query-max-length 80 --response-min-length 40 --response-length 40"
     flags += (

@@ -117,8 +117,9 @@ def train_critic_ours(script, args, updates, snapshots, patches=(), reward_head=
     def load_prompts(rows, tokenizer, ppo_args):
         return script.load_prompts(rows, tokenizer, args)
 
-    def load_reward(ppo_args, device):
-        return script.load_reward(args, device)
+    def load_reward(ppo_args, trainer_state, device):
+        functions = {"reward_model": script.load_reward_model(args, args.reward_model_path, device)}
+        return partial(ppo.call_reward_functions, functions, trainer_state, device)
 
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -518,17 +519,17 @@ CPU = torch.device("cpu")
 
 def grpo_scores(script, args):
     """Is the answer right?"""
-    return {"score": partial(script.score_responses, script.load_functions(args.reward_fn), None, CPU)}
+    return {"score": script.load_reward(args, None, CPU)}
 
 
 def rloo_scores(script, args):
     """The reward model."""
-    return {"score": partial(script.score_responses, script.load_reward(args, CPU), None, CPU)}
+    return {"score": script.load_reward(args, None, CPU)}
 
 
 def ppo_scores(script, args):
     """The classifier's logit, clipped as in training."""
-    reward = partial(script.call_reward_functions, script.load_reward(args, CPU), None, CPU)
+    reward = script.load_reward(args, None, CPU)
 
     def clipped(*texts):
         return {name: x.clamp(-args.score_clip, args.score_clip) for name, x in reward(*texts).items()}

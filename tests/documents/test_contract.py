@@ -21,7 +21,7 @@ VERSIONS = {  # what has one role and one name in all scripts, but not one sourc
     **dict(evaluate=6, evaluate_set=2, table_metrics=2, report_evaluation=7),
     **dict(draw_batch=3, rollout=5, sample_responses=2, generate=4),
     **dict(response_logprobs=3, reference_logprobs=2, check_model=5),
-    **dict(load_prompts=5, load_reward=4),
+    **dict(load_prompts=5, load_reward=5, check_flags=3),
 }
 SHORTENED = {  # what ppo_minimal.py has in a shorter form than ppo_sentiment.py
     *("Args", "train", "load_prompts", "draw_batch", "rollout", "generate", "load_label_scorer"),

@@ -197,8 +197,8 @@ def test_the_reward_is_asked_for_by_name(classifier_folder, labels, names, numbe
     folder = classifier_folder("distilbert", labels=labels)
     theirs = logits_of_texts(folder, TEXTS)[:, number]
     for label in names:
-        functions = ppo.load_reward(ppo.Args(reward_model_path=folder, reward_label=label), CPU)
-        close(functions["classifier"]([""] * 3, TEXTS), theirs, **near)
+        get_scores = ppo.load_reward(ppo.Args(reward_model_path=folder, reward_label=label), None, CPU)
+        close(get_scores([{}] * 3, [""] * 3, TEXTS, [[1]] * 3)["classifier"], theirs, **near)
 
 
 def test_a_reward_model_may_have_another_tokenizer(tiny_classifier):
@@ -207,5 +207,6 @@ def test_a_reward_model_may_have_another_tokenizer(tiny_classifier):
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     policys = transformers.AutoTokenizer.from_pretrained(ROOT / "checkpoints/reviews-lm")
     assert theirs(TEXTS[0]).input_ids != policys(TEXTS[0]).input_ids
-    functions = ppo.load_reward(ppo.Args(reward_model_path=folder), CPU)
-    close(functions["classifier"]([""] * 3, TEXTS), logits_of_texts(folder, TEXTS)[:, 1], **near)
+    get_scores = ppo.load_reward(ppo.Args(reward_model_path=folder), None, CPU)
+    scores = get_scores([{}] * 3, [""] * 3, TEXTS, [[1]] * 3)
+    close(scores["classifier"], logits_of_texts(folder, TEXTS)[:, 1], **near)

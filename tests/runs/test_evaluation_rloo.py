@@ -157,7 +157,7 @@ def trained(scripts, world, tiny_lm, tmp_path_factory):
 
 
 def prompts_of(inputs, responses):
-    """The prompt of each response of a call of rollout_groups. Those of a prompt are neighbors."""
+    """The prompt of each response of a call of rollout. Those of a prompt are neighbors."""
     posts = inputs[5]["examples"]
     return [post["prompt"] for post in posts for _ in range(len(responses) // len(posts))]
 

@@ -169,18 +169,18 @@ def test_intent_by_hand(script, small, tiny_intents, kind):
             intent_reward=reward,
             local_rollout_forward_batch_size=3,
         )
-        get_reward_parts, acts = script.load_reward(args, CPU, None)
+        get_scores, acts = script.load_reward(args, None, CPU)
         assert len(acts) == 4
-        found[reward] = get_reward_parts(turns_with_acts(script, [1, 2, 3, 4]), ANSWERS, [[]] * 4)
+        found[reward] = get_scores(turns_with_acts(script, [1, 2, 3, 4]), ANSWERS, [[]] * 4)
         assert torch.equal(found[reward]["intent_match"], match)
-        likeliest = get_reward_parts(turns_with_acts(script, likeliest_acts), ANSWERS, [[]] * 4)
+        likeliest = get_scores(turns_with_acts(script, likeliest_acts), ANSWERS, [[]] * 4)
         assert likeliest["intent_match"].tolist() == [1.0] * 4
     torch.testing.assert_close(found["probability"]["intent"], probs.diag(), atol=1e-5, rtol=1e-5)
     assert torch.equal(found["match"]["intent"], match)
 
 
 def test_a_part_of_the_reward_needs_a_weight(script):
-    """A part that you add to get_reward_parts and forget in weighted_score would teach nothing."""
+    """A part that you add to get_scores and forget in weighted_score would teach nothing."""
     parts = {"meteor": torch.tensor([0.5, 0.1]), "rewards/mine": torch.tensor([math.nan, 3.0])}
     args = script.Args(meteor_weight=2.0, reward_weights=[-1.0])
     torch.testing.assert_close(script.weighted_score(parts, args), torch.tensor([1.0, -2.8]))
