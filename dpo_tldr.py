@@ -1,6 +1,6 @@
 """DPO (direct preference optimization) that teaches a language model to summarize, from pairs of summaries.
 
-If you know reward_model.py and rloo_tldr.py, this is what changes:
+If you know reward_model.py and rloo_tldr.py, this is what changes (in the code: docs/differences.md):
 
 1. The data and the loss are those of a reward model: pairs of responses to a prompt, and
    -log sigmoid(score of the better one - score of the worse one) (Bradley-Terry). But there is no head for

@@ -1,7 +1,8 @@
 """GRPO (group relative policy optimization) that teaches a language model to do arithmetic.
 
 GRPO is PPO without a value function: each task gets several responses, and a response is good if its reward
-is above the average of its group. If you know RLOO from rloo_tldr.py, this is what changes:
+is above the average of its group. If you know RLOO from rloo_tldr.py, this is what changes (in the code:
+docs/differences.md):
 
 1. Rewards are verifiable: a function compares the final answer of a response with the column `answer`, and
    returns 1 or 0 (`correct` in data/math_rewards.py). The final answer is in <answer> tags, in \\boxed{} or

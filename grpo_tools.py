@@ -2,7 +2,7 @@
 
 A response is a trajectory: the model writes a turn; if it calls a tool, the result is appended, and the model
 writes the next turn, until it answers without a call, or runs out of turns or tokens. If you know
-grpo_math.py, this is what changes:
+grpo_math.py, this is what changes (in the code: docs/differences.md):
 
 1. The mask of sampled tokens. A trajectory holds tokens that the policy sampled and tokens that a tool wrote.
    `sampled` [B, T] marks the first kind. Loss, entropy, KL and every mean over tokens count only these. But

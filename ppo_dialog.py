@@ -26,7 +26,7 @@ a dialog changes:
     python ppo_dialog.py --resume RUN_FOLDER        # continue a stopped run; on a CPU, bit for bit
 
 Part I is the algorithm: flags, math, loop, rollout, model. Part II is infrastructure: models, rewards,
-data, processes, run folder, chat, flags. `diff ppo_sentiment.py ppo_dialog.py` shows all differences. Papers:
+data, processes, run folder, chat, flags. docs/differences.md shows these changes in the code. Papers:
 RL4LMs (Ramamurthy et al. 2023), METEOR (Banerjee and Lavie 2005), PPO (Schulman et al. 2017), GAE (Schulman
 et al. 2016), Ziegler et al. 2019, the N+ paper (Huang et al. 2024). Results, metrics, which lines to change
 for what: docs/ppo_dialog.md.

@@ -477,7 +477,7 @@ def train(args):
                         with autocast:
                             new_logprobs, entropies, new_values = learner(
                                 b["ids"][rows, : C + t], b["mask"][rows, : C + t], t, args.temperature
-                            )  # [n, t] each, 0 after the end of a response; all else in the loss is constant
+                            )  # [n, t] each, 0 after the end of a response; only these have a gradient
                         policy_loss, ratio, is_clipped = clipped_policy_loss(
                             new_logprobs, old_logprobs, mb_advantages, args.cliprange
                         )

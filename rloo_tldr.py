@@ -1,6 +1,6 @@
 """RLOO (REINFORCE with a leave-one-out baseline) that teaches a language model to summarize forum posts.
 
-If you know PPO (ppo_sentiment.py), this is what changes:
+If you know PPO (ppo_sentiment.py), this is what changes (in the code: docs/differences.md):
 
 1. A whole response is one action. Its log-probability is the sum over its tokens, so there is one ratio, one
    clip and one advantage per response instead of per token.

@@ -260,6 +260,7 @@ def section(page, heading):
 def test_the_tables_are_those_of_the_programs():
     """Which print them from the committed files."""
     assert load_program("benchmarks/speed/dpo.py").table() in DOCS["dpo_tldr"]
+    assert load_program("benchmarks/differences.py").page() == DOCS["differences"]
     assert load_program("benchmarks/trl_dpo.py").table() in DOCS["dpo_tldr"]
     assert load_program("benchmarks/dpo_variants.py").table() in DOCS["dpo_tldr"]
     steps = load_program("benchmarks/worked_steps.py")
