@@ -1,7 +1,7 @@
 """Kill runs at random moments, resume them, and compare the result with an uninterrupted run, bit for bit.
 
     python benchmarks/reliability/kill.py                     # 50 SIGKILLs, SIGTERMs and SIGINTs for each script
-    python benchmarks/reliability/kill.py --kills 5 --signals KILL --scripts sft
+    python benchmarks/reliability/kill.py --kills 5 --signals KILL --scripts sft --eval-every 1
 
 A run has 8 updates, with models of checkpoints/, the first rows of data/, and a checkpoint after each update. Runs
 are forked from a process that has imported everything, so one takes about a second. Every second signal is aimed at
@@ -151,11 +151,11 @@ def content(path):
 class Whole:
     """An uninterrupted run of a script: what it wrote, how long it took, and how often it saved."""
 
-    def __init__(self, script, data, work):
+    def __init__(self, script, data, work, eval_every):
         self.script, self.work = script, work
         self.module = importlib.import_module(script)
         data_name, flags = RUNS[script]
-        self.words = [*flags.split(), "--dataset-name", str(data / data_name)]
+        self.words = [*flags.split(), "--dataset-name", str(data / data_name), "--eval-every", eval_every]
         for _ in range(2):  # the first run is slower
             folder = work / "whole"
             shutil.rmtree(folder, ignore_errors=True)
@@ -227,6 +227,7 @@ def main():
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--signals", default="KILL,TERM,INT")
     parser.add_argument("--scripts", default=",".join(RUNS))
+    parser.add_argument("--eval-every", default="0")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", default=str(ROOT / "results/reliability/kills.jsonl"))
     args = parser.parse_args()
@@ -238,7 +239,7 @@ def main():
         work = Path(work)
         write_data(work)
         for script in args.scripts.split(","):
-            whole = Whole(script, work, work)
+            whole = Whole(script, work, work, args.eval_every)
             for number in [signal.Signals[f"SIG{name}"] for name in args.signals.split(",")]:
                 key = script, number.name
                 while counts[key] < args.kills:

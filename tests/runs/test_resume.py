@@ -228,7 +228,7 @@ def test_random_numbers_of_a_reward_function(script, small, monkeypatch, capsys,
 @pytest.mark.parametrize("name", ["ppo_sentiment", "grpo_math"])
 def test_kill_at_a_random_moment(scripts, small, tmp_path, name):
     """After SIGKILL, --resume ends with the same bits, whatever the process was doing."""
-    flags = dict(total_episodes=8 * 20, save_every=1)
+    flags = dict(total_episodes=8 * 20, save_every=1, eval_every=2)
     _, whole = scripts[name].train(small(name, "whole", **flags))
     process = start_process(script_words(name, small(name, "parts", **flags)), tmp_path)
     metrics = tmp_path / "parts/metrics.jsonl"
@@ -244,6 +244,28 @@ def test_kill_at_a_random_moment(scripts, small, tmp_path, name):
     assert not (tmp_path / "parts/model").exists()
     resume(scripts[name], tmp_path / "parts")
     assert_same_run(whole, tmp_path / "parts")
+
+
+KILLED = """state, log = columns["trainer_state"], os.environ.get("LOG")
+if log and os.path.exists(log) and len(open(log).readlines()) == 3 and state.global_step == state.max_steps:
+    os.kill(os.getpid(), 9)
+return [float(len(text)) for text in completions]"""
+
+
+@pytest.mark.parametrize("name", ["ppo_sentiment", "ppo_dialog", "rloo_tldr", "grpo_math", "grpo_tools"])
+def test_kill_in_an_evaluation(scripts, small, tmp_path, name):
+    """SIGKILL in the evaluation after update 4 of 6, whose last checkpoint is of update 2."""
+    flags = SIX_UPDATES[name] | dict(eval_every=2, reward_fn=reward_file(tmp_path, KILLED))
+    _, whole = scripts[name].train(small(name, "whole", **flags))
+    folder = tmp_path / "parts"
+    words = script_words(name, small(name, "parts", **flags))
+    process = start_process(words, tmp_path, LOG=str(folder / "metrics.jsonl"))
+    _, errors = process.communicate()
+    assert process.returncode == -signal.SIGKILL, errors
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["000002"]
+    assert len(rows_of(folder)) == 3
+    resume(scripts[name], folder)
+    assert_same_run(whole, folder)
 
 
 # ---- Which checkpoint, which flags -------------------------------------------------------------------------
