@@ -253,6 +253,15 @@ def test_unknown_recipe(script, capsys):
     assert "gpt5-imdb" in line and all(name in line for name in script.RECIPES)
 
 
+@pytest.mark.parametrize("words", [["--seeed", "1"], ["--seed", "one"]])
+def test_a_flag_that_does_not_exist_or_has_a_wrong_value(script, capsys, words):
+    """The same exit code, but a box of tyro instead of our line: it suggests flags."""
+    with pytest.raises(SystemExit) as ending:
+        script.main(["tiny", *words])
+    assert ending.value.code == 2
+    assert "--seed" in capsys.readouterr().err
+
+
 def test_in_a_shell(small, tmp_path):
     """The same as a process: exit code 2 and nothing but one line."""
     args = small("ppo_sentiment", reward_label="splendid")
