@@ -317,6 +317,8 @@ def train(args):
     held_out_rows = choose_rows(held_out_rows, args.num_eval_pairs, args.seed)
     held_out_pairs, held_out_counts = load_pairs(held_out_rows, tokenizer, args)
     posts = choose_rows(load_eval_posts(held_out_pairs, tokenizer, args), args.num_eval_prompts, args.seed)
+    if args.judge_fn is not None:
+        load_functions([args.judge_fn])  # early, so that a typo shows before a model is loaded
     updates = max(1, round(args.num_train_epochs * len(train_pairs) / B))
     # What the progress bar shows: label -> metric.
     status = {"loss": "loss", "accuracy": "rewards/accuracies", "margin": "rewards/margins"}

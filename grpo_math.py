@@ -5,10 +5,10 @@ is above the average of its group. If you know RLOO from rloo_tldr.py, this is w
 docs/differences.md):
 
 1. Rewards are verifiable: a function compares the final answer of a response with the column `answer`, and
-   returns 1 or 0 (`correct` in data/math_rewards.py). The final answer is in <answer> tags, in \\boxed{} or
-   after ####; if there are several, the last one counts. "<answer>18</answer>" is right if the column ends in
-   "#### 18". No reward model is trained, and there is no penalty for a missing EOS: a response that is cut
-   off before its answer is wrong.
+   returns 1 or 0 (`correct` in data/math_rewards.py). The final answer is in <answer> tags, or else in
+   \\boxed{}, or else after ####; of several of one kind, the last one counts. "<answer>18</answer>" is right
+   if the column ends in "#### 18". No reward model is trained, and there is no penalty for a missing EOS: a
+   response that is cut off before its answer is wrong.
 2. The advantage of a response is its reward minus the mean reward of its group, divided by the group's
    standard deviation (`grpo_advantages`). If all rewards of a group are equal, for example because all
    responses are right, the advantages are 0: only a KL penalty, if there is one, still has a gradient.

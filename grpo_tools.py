@@ -150,7 +150,7 @@ class Args:
     environment: str | None = None  # FILE.py:Class; each trajectory has one: see load_tools
     max_turns: int = 4  # turns of the policy in a trajectory
     max_tool_tokens: int = 128  # a longer result of a tool is cut
-    tool_timeout: float = 10.0  # seconds; a call that takes longer gets "error: ..."
+    tool_timeout: float = 10.0  # seconds for all calls of a turn; those without a result get "error: ..."
 
     # Batch. Responses per update: per_device_train_batch_size x gradient_accumulation_steps x
     # num_mini_batches x processes; tasks per update: responses per update / num_generations. Unlike in

@@ -1339,6 +1339,9 @@ def load_label_scorer(args, name, device):
     --reward-label, [B] each.
     """
     classify, labels = load_classifier(args, name, device)
+    # Reward models of pairs, reward_model.py's or TRL's, read a response at its EOS. The texts here have none.
+    if len(labels) == 1:
+        raise UserError(f"{name} has one output, as reward models of pairs have: see docs/from_trl.md")
     # By name, in upper or lower case, or by number.
     names = [*(label.lower() for label in labels), *map(str, range(len(labels)))]
     if args.reward_label.lower() not in names:
@@ -1347,8 +1350,7 @@ def load_label_scorer(args, name, device):
 
     def score_label(prompts, responses):
         logits = classify([prompt + response for prompt, response in zip(prompts, responses)])
-        probabilities = logits.softmax(-1) if len(labels) > 1 else logits.sigmoid()
-        return logits[:, label], probabilities[:, label]
+        return logits[:, label], logits.softmax(-1)[:, label]
 
     return score_label
 

@@ -344,8 +344,8 @@ def train(args):
     trainer_state = transformers.TrainerState(max_steps=updates, global_step=updates)
     # get_scores(examples, responses, response_tokens) -> dict: name of the reward -> [B]. RLOO maximizes it.
     # get_judge_scores, of --judge-fn, is only logged for each batch.
-    # judge(posts, responses) -> verdicts against the reference summaries, asked for once, after training. It
-    # is --judge-model or, without one, --judge-fn.
+    # judge(posts, responses) -> verdicts against the reference summaries, asked for after training and by
+    # --eval-every. It is --judge-model or, without one, --judge-fn.
     get_judge_scores = None
     if args.judge_fn is not None:
         get_judge_scores = partial(score_responses, load_functions([args.judge_fn]), trainer_state, device)
@@ -2332,7 +2332,7 @@ def report_evaluation(run, judge, posts, before, after):
     lines = [json.dumps(row) + "\n" for row in samples]
     (run.folder / "evaluation_samples.jsonl").write_text("".join(lines))
     if judge is not None:
-        # Both evaluations are judged here, at the end, so that resuming a run does not pay the judge twice. A
+        # These two evaluations are judged here, at the end, so that resuming does not pay for them twice. A
         # post without a verdict in one of them counts in neither.
         verdicts = torch.stack([judge(posts, columns[part]) for part in ("before", "after")])  # [2, posts]
         verdicts[:, verdicts.isnan().any(0)] = math.nan

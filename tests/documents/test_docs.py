@@ -203,6 +203,28 @@ def test_reward_functions_in_the_docs_work(scripts, monkeypatch, page):
         assert rewards["correct"].tolist() == [1, 0]
 
 
+@torch.no_grad()
+def test_the_reward_of_coming_from_trl_reads_eos(scripts):
+    """Its function gives the scores of rloo_tldr.py. As a classifier, the model is refused."""
+    name = str(ROOT / "checkpoints/tldr-reward")
+    [block] = re.findall(r"(?:^    .*\n|^\n(?=    ))+", DOCS["from_trl"].split("appends EOS:\n")[1], re.M)[:1]
+    namespace = {}
+    exec(textwrap.dedent(block).replace("MY_REWARD_MODEL", name), namespace)
+    rows = [json.loads(line) for line in (ROOT / "data/tldr-preference/test.jsonl").read_text().splitlines()]
+    ppo, rloo, cpu = scripts["ppo_sentiment"], scripts["rloo_tldr"], torch.device("cpu")
+    with pytest.raises(ppo.UserError, match="see docs/from_trl.md"):
+        ppo.load_label_scorer(ppo.Args(reward_label="0"), name, cpu)
+    reward_model = rloo.load_reward_model(rloo.Args(), name, cpu)
+    offset = result("tldr-reward/evaluation.json")["reward_offset"]
+    num_right = 0
+    for row in rows:
+        prompts, pair = [row["prompt"]] * 2, [row["chosen"], row["rejected"]]
+        with_eos = namespace["score"](prompts=prompts, completions=pair)
+        assert with_eos == pytest.approx([x + offset for x in reward_model(prompts, pair)], abs=1e-3)
+        num_right += with_eos[0] > with_eos[1]
+    assert num_right / len(rows) > 0.8
+
+
 # ---- Metrics -----------------------------------------------------------------------------------------------
 
 
@@ -226,6 +248,7 @@ METRIC_RUNS = {  # pages -> the runs whose metrics they explain, with their flag
     ("running", "ppo_sentiment", "ppo_dialog"): [("ppo_dialog", dict(reward_fn="ZERO"))],
     ("running", "rloo_tldr"): [("rloo_tldr", dict(judge_fn="ZERO"))],
     ("running", "grpo_math"): [("grpo_math", {})],
+    ("running", "grpo_math", "grpo_tools"): [("grpo_tools", {})],
     ("sft",): [("sft", {})],
     ("reward_model",): [
         ("reward_model", {}),
@@ -245,7 +268,12 @@ def test_every_metric_is_explained(scripts, small, tiny_lm, tiny_pairs, tmp_path
         flags |= {flag: zero if flag == "reward_fn" else zero[0] for flag, x in flags.items() if x == "ZERO"}
         _, folder = scripts[name].train(small(name, f"run{i}", **flags))
         found |= names_of(rows_of(folder)[0])
-    assert explained_metrics(*pages) <= found <= explained_metrics("running", *pages)
+    missing = {
+        name
+        for name in explained_metrics(*pages)
+        if f"`{name}` | fraction | not in {pages[-1]}.py" in DOCS["running"]
+    }
+    assert explained_metrics(*pages) - missing <= found <= explained_metrics("running", *pages) - missing
 
 
 # ---- Numbers -----------------------------------------------------------------------------------------------
@@ -518,6 +546,8 @@ def sentences_with_numbers():
         "README",
         f"a GPT-2 with {millions:.2f} million parameters that learned to write from {len(rows):,} reviews",
     )
+    first, *_ = json_lines("grpo-math-tiny/seed1/metrics.jsonl.gz")
+    yield "debugging", f"({first['loss/policy_avg']:.1f} at the start of grpo_math.py's default)"
     gpu = {(row["size"], row["flags"]): f"{row['peak_mb'] / 1024:.1f}" for row in gpu_memory()}
     both = "--lora-r 16 --gradient-checkpointing"
     yield "README", f"RLOO with GPT-2 ({gpu['gpt2-124m', '']} GiB)"
@@ -660,6 +690,14 @@ def test_the_flags_that_may_change_are_those_of_the_page(scripts):
     listed = {flag.replace("-", "_") for flag in re.findall(r"`--([a-z-]+)`", text)}
     may_change = {flag for flag in scripts["rloo_tldr"].MAY_CHANGE if not flag.startswith("judge")}
     assert listed == may_change - {"resume"}
+    judged = [name for name in scripts if hasattr(scripts[name].Args(), "judge_fn")]
+    assert f"the judge of {' and '.join(f'{name}.py' for name in judged)}" in " ".join(text.split())
+
+
+def test_the_scripts_that_record_token_steps_are_those_of_the_page(scripts):
+    text = section("running", "## Generation on a GPU")
+    named = set(re.findall(r"`(\w+)\.py`", text))
+    assert named == {name for name in scripts if hasattr(scripts[name], "generate_recorded")}
 
 
 # ---- docs/implementation_details.md ------------------------------------------------------------------------

@@ -410,10 +410,10 @@ ppo_sentiment.Run.on_signal: a signal makes a tensor (TypeError)
   runs/test_resume.py::test_a_signal_makes_no_tensor
   - self.got_signal = number
   + self.accelerator.set_trigger()
-ppo_sentiment.load_label_scorer: a judge with one label is always certain
-  math/test_classifiers.py::test_one_label_is_as_likely_as_its_sigmoid
-  -  if len(labels) > 1 else logits.sigmoid()
-  +
+ppo_sentiment.load_label_scorer: a reward model of pairs is read as a classifier
+  math/test_classifiers.py::test_a_reward_model_of_pairs_is_no_classifier
+  - if len(labels) == 1:
+  + if False:
 reward_model.sequence_logits: the logits of a BERT are rounded to bf16
   math/test_classifiers.py::test_the_logits_of_a_bert_are_not_rounded
   - ids.device.type, enabled=False):

@@ -227,7 +227,10 @@ def test_a_flag_whose_default_is_negative(script, monkeypatch):
         script.check_numbers(Args(penalty=-2.0, vf_coef=-2.0))
 
 
-EARLY = [(name, flag) for name in RL for flag in ("reward_fn", "dataset_name")] + [("rloo_tldr", "judge_fn")]
+EARLY = [(name, flag) for name in RL for flag in ("reward_fn", "dataset_name")] + [
+    ("rloo_tldr", "judge_fn"),
+    ("dpo_tldr", "judge_fn"),
+]
 
 
 @pytest.mark.parametrize("name, flag", EARLY)
@@ -251,6 +254,15 @@ def test_unknown_recipe(script, capsys):
     """The line names it, and the recipes that there are."""
     line = one_line(script, ["gpt5-imdb"], capsys)
     assert "gpt5-imdb" in line and all(name in line for name in script.RECIPES)
+
+
+@pytest.mark.parametrize("words", [["--seeed", "1"], ["--seed", "one"]])
+def test_a_flag_that_does_not_exist_or_has_a_wrong_value(script, capsys, words):
+    """The same exit code, but a box of tyro instead of our line: it suggests flags."""
+    with pytest.raises(SystemExit) as ending:
+        script.main(["tiny", *words])
+    assert ending.value.code == 2
+    assert "--seed" in capsys.readouterr().err
 
 
 def test_in_a_shell(small, tmp_path):

@@ -163,13 +163,11 @@ def test_a_label_is_scored_by_its_logit_and_its_probability(classifier_folder):
     close(probabilities, theirs.softmax(-1)[:, 1], **near)
 
 
-def test_one_label_is_as_likely_as_its_sigmoid(tiny_classifier):
-    """A softmax over one label would always be 1."""
+def test_a_reward_model_of_pairs_is_no_classifier(tiny_classifier):
+    """It learned to read a response at its EOS. Without it, it is right by chance."""
     folder = tiny_classifier(labels=("good",))
-    score_label = ppo.load_label_scorer(ppo.Args(reward_label="good"), folder, CPU)
-    logits, probabilities = score_label(TEXTS, [""] * 3)
-    close(logits, logits_of_texts(folder, TEXTS)[:, 0], **near)
-    close(probabilities, 1 / (1 + (-logits).exp()), **near)
+    with pytest.raises(ppo.UserError, match="has one output, as reward models of pairs have"):
+        ppo.load_label_scorer(ppo.Args(reward_label="good"), folder, CPU)
 
 
 def test_the_logits_of_a_bert_are_not_rounded(classifier_folder):

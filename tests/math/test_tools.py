@@ -311,3 +311,15 @@ def test_tools_run_in_parallel_and_one_that_hangs_ends_in_an_error():
     assert results == 20 * [["awake"]]
     assert last[0] == "awake" and all("no result after 1.5 seconds" in x for x in last[1:]) and len(last) == 3
     assert rows[-1].num_failures == 2
+
+
+def test_the_calls_of_a_turn_share_the_time():
+    """Each is fast enough alone, but the second one has no result in time."""
+
+    def nap():
+        time.sleep(0.6)
+        return "awake"
+
+    call = json.dumps({"name": "nap", "arguments": {}})
+    [results] = script.call_tools([trajectory_with(dict(nap=nap), call, call)], 1.0)
+    assert results == ["awake", "error: no result after 1 seconds"]
