@@ -1339,7 +1339,7 @@ def load_label_scorer(args, name, device):
     --reward-label, [B] each.
     """
     classify, labels = load_classifier(args, name, device)
-    # Reward models of pairs, reward_model.py's or TRL's, read a response at its EOS. The texts here have none.
+    # Reward models of pairs, ours or TRL's, read a response at its EOS. The texts here have none.
     if len(labels) == 1:
         raise UserError(f"{name} has one output, as reward models of pairs have: see docs/from_trl.md")
     # By name, in upper or lower case, or by number.
