@@ -1002,7 +1002,7 @@ def load_functions(names):
     for name in names:
         path, _, function = name.rpartition(":")
         if not path:
-            raise UserError(f"{name}: name a reward function as FILE.py:function")
+            raise UserError(f"{name}: name a function as FILE.py:function")
         path = Path(resolve_path(path)).absolute()
         sys.path.insert(0, str(path.parent))  # so that the file can import its neighbors
         module = importlib.import_module(path.stem)
@@ -1027,13 +1027,13 @@ def load_eval_posts(pairs, tokenizer, args):
     _, rows = load_splits(args.eval_dataset_name)
     texts = []
     for row in rows:
-        if row["prompt"]:
+        if row["prompt"] and row["completion"]:
             responses = [row["completion"]]
             texts.append((row, find_prompt(row, responses, args.eval_dataset_name), responses))
     refuse_repeated_prompts(texts, args.eval_dataset_name)
     posts = [tokenize_pair(tokenizer, prompt, responses) for _, prompt, responses in texts]
     posts = [post for post in posts if text_length(post) <= args.max_length]
-    limit = f"with a prompt and at most {args.max_length} tokens"
+    limit = f"with a prompt, a completion and at most {args.max_length} tokens"
     accelerate.PartialState().print(f"{args.eval_dataset_name}: {len(posts)} of {len(rows)} rows, {limit}")
     if not posts:
         raise UserError(f"--eval-dataset-name {args.eval_dataset_name}: it has no row {limit}")
@@ -1065,6 +1065,8 @@ def load_splits(name):
             splits[split] = [row for file in files for row in read_rows(file)]
     if not splits:
         path, _, config = resolve_path(name).partition(":")
+        if not Path(path).exists():
+            accelerate.PartialState().print(f"{name}: no such file or folder here, so the Hub is asked")
         loaded = datasets.load_dataset(path, config or None)
         readers = {rows.info.builder_name for rows in loaded.values()}
         if Path(path).exists() and readers & {"json", "csv"}:
@@ -1086,9 +1088,14 @@ def load_splits(name):
         train.sort(key=lambda row: [random.Random(repr(x)).random() for x in (row.get("prompt"), row)])
         count = math.ceil(len(train) / 10)
         held_out, train = train[:count], train[count:]
+    for row in train + held_out:  # whitespace is as good as no text
+        row.update({column: "" for column, x in row.items() if isinstance(x, str) and x.isspace()})
     columns = ", ".join((train + held_out or [{}])[0])
     known = {repr(row.get("prompt") or row) for row in train}
-    repeated = sum(repr(row.get("prompt") or row) in known for row in held_out)
+    prompts = [repr(row.get("prompt") or row) for row in held_out]
+    repeated = sum(prompt in known for prompt in prompts)
+    if len({*prompts}) < len(prompts):
+        source += f"; {len({*prompts})} different prompts"
     accelerate.PartialState().print(
         f"{name}: columns {columns}; {len(held_out)} rows are held out ({source}), {repeated} of them with "
         "the prompt of a training row"
@@ -1127,24 +1134,30 @@ def load_pairs(rows, tokenizer, args):
     -> list of dict(ids: tokens of the prompt, responses: tokens of the chosen and of the rejected response);
     a summary of their number
     """
+    preferences = read_preferences(rows, args.dataset_name)
     pairs = []
-    num_too_long = 0
-    for _, prompt, responses in read_preferences(rows, args.dataset_name):
+    num_empty, num_equal, num_too_long = len(rows) - len(preferences), 0, 0
+    for _, prompt, responses in preferences:
         pair = tokenize_pair(tokenizer, prompt, [responses[0], responses[-1]])
-        # The first token of a text cannot be learned: nothing predicts it.
-        if not pair["ids"] or pair["responses"][0] == pair["responses"][1]:
-            continue
-        if text_length(pair) <= args.max_length:
-            pairs.append(pair)
-        else:
+        if not pair["ids"]:  # the first token of a text cannot be learned: nothing predicts it
+            num_empty += 1
+        elif pair["responses"][0] == pair["responses"][1]:
+            num_equal += 1
+        elif text_length(pair) > args.max_length:
             num_too_long += 1
+        else:
+            pairs.append(pair)
     if not pairs:
         columns = ", ".join(rows[0]) if rows else "none"
         raise UserError(
             f"{args.dataset_name}: no row has two different responses (chosen and rejected, or responses) of "
             f"at most {args.max_length} tokens with their prompt; its columns are {columns}"
         )
-    return pairs, f"{len(pairs)} of {len(rows)} rows, {num_too_long} have more than {args.max_length} tokens"
+    counts = f"{len(pairs)} of {len(rows)} rows; left out: {num_empty} with an empty prompt or response"
+    return (
+        pairs,
+        f"{counts}, {num_equal} with equal ones, {num_too_long} of more than {args.max_length} tokens",
+    )
 
 
 def read_preferences(rows, name):
@@ -1159,7 +1172,7 @@ def read_preferences(rows, name):
             responses = [row["chosen"], row.get("rejected")]
         if not isinstance(responses, list):
             continue
-        responses = [response for response in responses if response]
+        responses = [response for response in responses if str(response or "").strip()]
         if len(responses) < 2:
             continue
         if len({type(response) for response in responses}) > 1:
@@ -1696,8 +1709,8 @@ def report_evaluation(run, before, after, num_pairs):
         "pairs": pairs_after,
         "number of pairs": num_pairs,
     }
-    run.table("held-out posts", rows[:3])
-    run.table(f"{len(rows)} held-out posts, judge: {run.args.judge_fn}", comparison)
+    run.table("held-out prompts", rows[:3])
+    run.table(f"{len(rows)} held-out prompts, judge: {run.args.judge_fn}", comparison)
     run.table(f"{num_pairs} held-out pairs", pairs)
     (run.folder / "evaluation.json").write_text(json.dumps(about, indent=2))
     lines = [json.dumps(row) + "\n" for row in rows]

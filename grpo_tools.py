@@ -1653,7 +1653,7 @@ def load_functions(names):
     for name in names:
         path, _, function = name.rpartition(":")
         if not path:
-            raise UserError(f"{name}: name a reward function as FILE.py:function")
+            raise UserError(f"{name}: name a function as FILE.py:function")
         path = Path(resolve_path(path)).absolute()
         sys.path.insert(0, str(path.parent))  # so that the file can import its neighbors
         module = importlib.import_module(path.stem)
@@ -1688,12 +1688,12 @@ def call_reward_functions(functions, trainer_state, device, rows, prompts, compl
             with torch.autocast(device.type, enabled=False):
                 scores = list(function(**own, trainer_state=trainer_state))
         except Exception as error:
-            error.add_note(f"in the reward function {name}, called with {', '.join(sorted(own))}")
+            error.add_note(f"in the function {name}, called with {', '.join(sorted(own))}")
             raise
         if len(scores) != len(rows):
-            raise UserError(f"reward {name}: {len(scores)} numbers for {len(rows)} responses")
+            raise UserError(f"function {name}: {len(scores)} numbers for {len(rows)} responses")
         if not all(score is None or math.isfinite(score) for score in scores):
-            raise UserError(f"reward {name}: a number is not finite")
+            raise UserError(f"function {name}: a number is not finite")
         numbers = [math.nan if score is None else float(score) for score in scores]
         rewards[name] = torch.tensor(numbers, device=device)
     return rewards
@@ -1730,6 +1730,8 @@ def load_splits(name):
             splits[split] = [row for file in files for row in read_rows(file)]
     if not splits:
         path, _, config = resolve_path(name).partition(":")
+        if not Path(path).exists():
+            accelerate.PartialState().print(f"{name}: no such file or folder here, so the Hub is asked")
         loaded = datasets.load_dataset(path, config or None)
         readers = {rows.info.builder_name for rows in loaded.values()}
         if Path(path).exists() and readers & {"json", "csv"}:
@@ -1751,9 +1753,14 @@ def load_splits(name):
         train.sort(key=lambda row: [random.Random(repr(x)).random() for x in (row.get("prompt"), row)])
         count = math.ceil(len(train) / 10)
         held_out, train = train[:count], train[count:]
+    for row in train + held_out:  # whitespace is as good as no text
+        row.update({column: "" for column, x in row.items() if isinstance(x, str) and x.isspace()})
     columns = ", ".join((train + held_out or [{}])[0])
     known = {repr(row.get("prompt") or row) for row in train}
-    repeated = sum(repr(row.get("prompt") or row) in known for row in held_out)
+    prompts = [repr(row.get("prompt") or row) for row in held_out]
+    repeated = sum(prompt in known for prompt in prompts)
+    if len({*prompts}) < len(prompts):
+        source += f"; {len({*prompts})} different prompts"
     accelerate.PartialState().print(
         f"{name}: columns {columns}; {len(held_out)} rows are held out ({source}), {repeated} of them with "
         "the prompt of a training row"

@@ -222,14 +222,11 @@ def find_problems(run):
         if all(distance_from_band(run, metric) < 2 for metric in different_at_first(run)):
             return []  # one update may differ by chance, if nothing looks wrong later
     flags = unusual_flags(run)
-    settings = [flag for flag in flags if not flag.endswith(OWN)]
-    if found and settings:  # a run that fails with other flags most likely fails because of them
+    is_own = any(flag.endswith(OWN) for flag in flags)  # other data, models or rewards may need other flags
+    if found and flags and not is_own:  # a run that fails with other flags most likely fails because of them
         evidence = "Something else looks wrong too. Check these flags first."
         place = 1 if found[0].entry == "flat-reward" else 0
-        if len(settings) < len(flags):  # other data, models or rewards may need other flags
-            evidence = "The healthy runs have the recipe's own data, models and rewards."
-            place = len(found)
-        causes = [f"{flag} is {flags[flag][0]}, healthy runs: {flags[flag][1]}" for flag in settings[:3]]
+        causes = [f"{flag} is {own}, healthy runs: {usual}" for flag, (own, usual) in flags.items()][:3]
         found.insert(place, Finding("Flags differ from those of healthy runs", evidence, causes, "flags"))
     return found
 

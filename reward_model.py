@@ -1002,6 +1002,8 @@ def load_splits(name):
             splits[split] = [row for file in files for row in read_rows(file)]
     if not splits:
         path, _, config = resolve_path(name).partition(":")
+        if not Path(path).exists():
+            accelerate.PartialState().print(f"{name}: no such file or folder here, so the Hub is asked")
         loaded = datasets.load_dataset(path, config or None)
         readers = {rows.info.builder_name for rows in loaded.values()}
         if Path(path).exists() and readers & {"json", "csv"}:
@@ -1023,9 +1025,14 @@ def load_splits(name):
         train.sort(key=lambda row: [random.Random(repr(x)).random() for x in (row.get("prompt"), row)])
         count = math.ceil(len(train) / 10)
         held_out, train = train[:count], train[count:]
+    for row in train + held_out:  # whitespace is as good as no text
+        row.update({column: "" for column, x in row.items() if isinstance(x, str) and x.isspace()})
     columns = ", ".join((train + held_out or [{}])[0])
     known = {repr(row.get("prompt") or row) for row in train}
-    repeated = sum(repr(row.get("prompt") or row) in known for row in held_out)
+    prompts = [repr(row.get("prompt") or row) for row in held_out]
+    repeated = sum(prompt in known for prompt in prompts)
+    if len({*prompts}) < len(prompts):
+        source += f"; {len({*prompts})} different prompts"
     accelerate.PartialState().print(
         f"{name}: columns {columns}; {len(held_out)} rows are held out ({source}), {repeated} of them with "
         "the prompt of a training row"
@@ -1167,7 +1174,7 @@ def read_preferences(rows, name):
             responses = [row["chosen"], row.get("rejected")]
         if not isinstance(responses, list):
             continue
-        responses = [response for response in responses if response]
+        responses = [response for response in responses if str(response or "").strip()]
         if len(responses) < 2:
             continue
         if len({type(response) for response in responses}) > 1:
@@ -1293,8 +1300,9 @@ def render_chat(tokenizer, messages, is_prompt=False):
 
 def load_preference_rows(rows, tokenizer, args):
     """The rows with two or more different responses. -> list of Row, and their number as a text"""
+    complete = read_preferences(rows, args.dataset_name)
     preferences, num_full, num_equal = [], 0, 0
-    for row, prompt, responses in read_preferences(rows, args.dataset_name):
+    for row, prompt, responses in complete:
         texts = preference_ids(tokenizer, prompt, responses, args.max_length)
         different = [ids for i, ids in enumerate(texts) if ids not in texts[:i]]
         num_equal += len(texts) - len(different)
@@ -1307,7 +1315,9 @@ def load_preference_rows(rows, tokenizer, args):
             f"different responses (chosen and rejected, or responses); its columns are {', '.join(rows[0])}"
         )
     counts = f"{len(preferences)} of {len(rows)} rows, {num_full} at the limit of {args.max_length} tokens"
-    return preferences, f"{counts}, {num_equal} responses equal to a better one left out"
+    num_empty = len(rows) - len(complete)
+    left_out = f"{num_empty} rows without two responses, {num_equal} responses equal to a better one"
+    return preferences, f"{counts}; left out: {left_out}"
 
 
 def load_dialogs(rows):

@@ -196,14 +196,7 @@ RECIPES = {
         num_eval_prompts=300,
         num_sample_generations=3,
     ),
-    "pythia-14m": Args(  # TRL's first command, a test only: its reward model has a random head
-        model_name_or_path="EleutherAI/pythia-14m",
-        reward_model_path="EleutherAI/pythia-14m",
-        total_episodes=10_000,
-        per_device_train_batch_size=64,
-        missing_eos_penalty=1.0,
-    ),
-    "tldr-pythia-1b": Args(  # TRL's second command, with Adam's epsilon of Huang et al. 2024
+    "tldr-pythia-1b": Args(  # TRL's command, with Adam's epsilon of Huang et al. 2024
         model_name_or_path="EleutherAI/pythia-1b-deduped",
         sft_model_path="cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr",
         num_ppo_epochs=2,
@@ -338,7 +331,7 @@ def train(args):
     train_prompts = load_prompts(train_rows, tokenizer, args)
     held_out_prompts = choose_held_out(load_prompts(held_out_rows, tokenizer, args), args)
     if len(held_out_prompts) < world:
-        raise UserError(f"{world} processes need as many held-out posts; there are {len(held_out_prompts)}")
+        raise UserError(f"{world} processes need as many held-out prompts; there are {len(held_out_prompts)}")
     # Functions of --reward-fn get this. global_step: updates so far. Both evaluations use the last value, so
     # that a reward with a schedule scores before and after alike.
     trainer_state = transformers.TrainerState(max_steps=updates, global_step=updates)
@@ -1466,7 +1459,7 @@ def load_functions(names):
     for name in names:
         path, _, function = name.rpartition(":")
         if not path:
-            raise UserError(f"{name}: name a reward function as FILE.py:function")
+            raise UserError(f"{name}: name a function as FILE.py:function")
         path = Path(resolve_path(path)).absolute()
         sys.path.insert(0, str(path.parent))  # so that the file can import its neighbors
         module = importlib.import_module(path.stem)
@@ -1523,12 +1516,12 @@ def call_reward_functions(functions, trainer_state, device, rows, prompts, compl
             with torch.autocast(device.type, enabled=False):
                 scores = list(function(**own, trainer_state=trainer_state))
         except Exception as error:
-            error.add_note(f"in the reward function {name}, called with {', '.join(sorted(own))}")
+            error.add_note(f"in the function {name}, called with {', '.join(sorted(own))}")
             raise
         if len(scores) != len(rows):
-            raise UserError(f"reward {name}: {len(scores)} numbers for {len(rows)} responses")
+            raise UserError(f"function {name}: {len(scores)} numbers for {len(rows)} responses")
         if not all(score is None or math.isfinite(score) for score in scores):
-            raise UserError(f"reward {name}: a number is not finite")
+            raise UserError(f"function {name}: a number is not finite")
         numbers = [math.nan if score is None else float(score) for score in scores]
         rewards[name] = torch.tensor(numbers, device=device)
     return rewards
@@ -1551,12 +1544,10 @@ def load_reward_model(args, name, device):
     """
     config, _ = transformers.PretrainedConfig.get_config_dict(resolve_path(name))
     architectures = config.get("architectures")  # None: a folder with a LoRA adapter
-    new_head = architectures is not None and not any("SequenceClassification" in x for x in architectures)
-    if new_head and name == args.judge_model and args.judge_url is None:
-        raise UserError(f"--judge-model {name} is a language model: use --judge-url, or a reward model")
-    if new_head:
-        accelerate.PartialState().print(f"{name} is a language model: random reward head")
-    model = load_model(AutoModelForSequenceClassification, name, new_head, num_labels=1)
+    if architectures is not None and not any("SequenceClassification" in x for x in architectures):
+        # Its head would be random. reward_model.py makes a reward model of it.
+        raise UserError(f"{name} is a language model: use a reward model (as a judge: or --judge-url)")
+    model = load_model(AutoModelForSequenceClassification, name, num_labels=1)
     if model.config.model_type in ("xlnet", "ctrl", "modernbert-decoder"):
         raise UserError(f"{name}: {model.config.model_type} reads the last position, which may be padding")
     model.to(device).eval().requires_grad_(False)
@@ -1760,6 +1751,8 @@ def load_splits(name):
             splits[split] = [row for file in files for row in read_rows(file)]
     if not splits:
         path, _, config = resolve_path(name).partition(":")
+        if not Path(path).exists():
+            accelerate.PartialState().print(f"{name}: no such file or folder here, so the Hub is asked")
         loaded = datasets.load_dataset(path, config or None)
         readers = {rows.info.builder_name for rows in loaded.values()}
         if Path(path).exists() and readers & {"json", "csv"}:
@@ -1781,9 +1774,14 @@ def load_splits(name):
         train.sort(key=lambda row: [random.Random(repr(x)).random() for x in (row.get("prompt"), row)])
         count = math.ceil(len(train) / 10)
         held_out, train = train[:count], train[count:]
+    for row in train + held_out:  # whitespace is as good as no text
+        row.update({column: "" for column, x in row.items() if isinstance(x, str) and x.isspace()})
     columns = ", ".join((train + held_out or [{}])[0])
     known = {repr(row.get("prompt") or row) for row in train}
-    repeated = sum(repr(row.get("prompt") or row) in known for row in held_out)
+    prompts = [repr(row.get("prompt") or row) for row in held_out]
+    repeated = sum(prompt in known for prompt in prompts)
+    if len({*prompts}) < len(prompts):
+        source += f"; {len({*prompts})} different prompts"
     accelerate.PartialState().print(
         f"{name}: columns {columns}; {len(held_out)} rows are held out ({source}), {repeated} of them with "
         "the prompt of a training row"
@@ -2349,8 +2347,8 @@ def report_evaluation(run, judge, posts, before, after):
     comparison = []
     for name, value in metrics_before.items():
         comparison.append({"metric": name, "before": value, "after": metrics_after[name]})
-    run.table("held-out posts", samples[:3])
-    run.table(f"{len(posts)} held-out posts", comparison)
+    run.table("held-out prompts", samples[:3])
+    run.table(f"{len(posts)} held-out prompts", comparison)
     run.accelerator.print(f"judge: {about['judge']}; {about['decoding']}")
     run.accelerator.log({f"eval/{name}": x for name, x in metrics_after.items()}, step=run.updates)
 

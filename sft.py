@@ -348,6 +348,7 @@ def train(args):
             train_examples, min(args.num_train_rows, len(train_examples))
         )
     documents, left_out = load_documents(train_examples, tokenizer, args)
+    longest = max(sum(label != -100 for label in labels) for _, labels in documents)
     rows = pack(documents, args.max_length, args.packing)
     updates = max(1, round(args.num_train_epochs * len(rows) / B))
     # What the progress bar shows: label -> metric.
@@ -370,7 +371,8 @@ def train(args):
         f"recipe {args.recipe}: {name} on {args.dataset_name}, {device}, bf16: {is_bf16}\n"
         f"documents for training: {len(documents):,} of {len(train_examples):,} examples ({left_out}), "
         f"held out: {len(all_held_out):,} of {len(held_out_examples):,} examples ({held_out_left_out})\n"
-        f"packed for training: {len(rows):,} rows of up to {args.max_length} tokens\n"
+        f"packed for training: {len(rows):,} rows of up to {args.max_length} tokens; of a document, up "
+        f"to {longest} tokens are learned\n"
         f"batch: {n} rows per pass x {args.gradient_accumulation_steps} accumulated x {world} processes "
         f"= {B} rows; {updates} updates of one optimizer step each"
     )
@@ -1086,6 +1088,8 @@ def load_splits(name):
             splits[split] = [row for file in files for row in read_rows(file)]
     if not splits:
         path, _, config = resolve_path(name).partition(":")
+        if not Path(path).exists():
+            accelerate.PartialState().print(f"{name}: no such file or folder here, so the Hub is asked")
         loaded = datasets.load_dataset(path, config or None)
         readers = {rows.info.builder_name for rows in loaded.values()}
         if Path(path).exists() and readers & {"json", "csv"}:
@@ -1107,9 +1111,14 @@ def load_splits(name):
         train.sort(key=lambda row: [random.Random(repr(x)).random() for x in (row.get("prompt"), row)])
         count = math.ceil(len(train) / 10)
         held_out, train = train[:count], train[count:]
+    for row in train + held_out:  # whitespace is as good as no text
+        row.update({column: "" for column, x in row.items() if isinstance(x, str) and x.isspace()})
     columns = ", ".join((train + held_out or [{}])[0])
     known = {repr(row.get("prompt") or row) for row in train}
-    repeated = sum(repr(row.get("prompt") or row) in known for row in held_out)
+    prompts = [repr(row.get("prompt") or row) for row in held_out]
+    repeated = sum(prompt in known for prompt in prompts)
+    if len({*prompts}) < len(prompts):
+        source += f"; {len({*prompts})} different prompts"
     accelerate.PartialState().print(
         f"{name}: columns {columns}; {len(held_out)} rows are held out ({source}), {repeated} of them with "
         "the prompt of a training row"
@@ -1540,7 +1549,7 @@ def show_labels(run, tokenizer, document):
 def report_evaluation(run, before, after, samples, num_documents):
     """The samples, the before / after table, samples.jsonl and evaluation.json."""
     if samples:
-        run.table("samples", samples)
+        run.table("samples, cut after 40 tokens", samples)
     run.append("samples.jsonl", [{"update": run.updates} | sample for sample in samples])
     comparison = []
     for name, value in before.items():

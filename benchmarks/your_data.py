@@ -74,9 +74,9 @@ def samples():
 
 
 def too_far():
-    """Reward and judge over the updates of RLOO, with the smaller KL coefficient."""
-    rows = read_rows(RUNS / "rloo-far", "metrics.jsonl")
-    final = evaluation("rloo-far")
+    """Reward and judge over the updates of RLOO without a KL penalty."""
+    rows = read_rows(RUNS / "rloo-kl0", "metrics.jsonl")
+    final = evaluation("rloo-kl0")
     points = [(0, final["before"])]
     for row in rows:
         if "eval/win rate" in row:
@@ -106,7 +106,7 @@ def too_long():
 if __name__ == "__main__":
     for table in (first_rows, results, samples, too_far, too_long):
         print(table(), end="\n\n")
-    for name in ("rloo", "rloo-far", "dpo"):
+    for name in ("rloo", "rloo-far", "rloo-kl0", "dpo"):
         rows = answers(name)
         for column in ("reference", "before", "after"):
             wrong, named = wrong_articles(rows, column)

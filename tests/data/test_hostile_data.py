@@ -323,7 +323,7 @@ USED_RANKINGS = [
     [f" {i}" for i in range(9)],
     [" good" * (LONG // 5), " bad"],
 ]
-SKIPPED_RANKINGS = [[], [" good"], None, [" good", ""], [" good"] * 3]
+SKIPPED_RANKINGS = [[], [" good"], None, [" good", ""], [" good", "  "], [" good"] * 3]
 
 
 def test_rankings(keep, train_on, world):
@@ -345,3 +345,27 @@ def test_the_columns_and_repeated_prompts_are_on_the_screen(scripts, tmp_path, c
         folder = tmp_path / f"{module.__name__}-texts"
         module.load_splits(write_rows(folder, train=[dict(text="a")], test=[dict(text="b")]))
         assert "columns text; 1 rows are held out (test), 0 of them" in capsys.readouterr().out
+        folder = tmp_path / f"{module.__name__}-repeated"
+        module.load_splits(write_rows(folder, train=train, test=[*test, dict(prompt="b", answer=1)]))
+        assert "4 rows are held out (test; 3 different prompts), 3 of them" in capsys.readouterr().out
+
+
+def test_whitespace_is_no_text(scripts, tmp_path):
+    """In no script and no column. The held-out rows are the same as before."""
+    rows = [dict(prompt=" \n", completion="\t", label=1), dict(prompt=" a ", completion=[" "], label=None)]
+    for module in scripts.values():
+        train, _ = module.load_splits(write_rows(tmp_path / module.__name__, train=rows, test=rows[1:]))
+        assert train == [dict(prompt="", completion="", label=1), rows[1]]
+
+
+def test_a_folder_that_does_not_exist(scripts, tmp_path, monkeypatch, capsys):
+    """The Hub's error comes after a line that says why the Hub is asked."""
+
+    def load_dataset(name, config):
+        raise ConnectionError(name)
+
+    for module in scripts.values():
+        monkeypatch.setattr(module.datasets, "load_dataset", load_dataset)
+        with pytest.raises(ConnectionError):
+            module.load_splits("shpo")
+        assert capsys.readouterr().out == "shpo: no such file or folder here, so the Hub is asked\n"

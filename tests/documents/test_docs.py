@@ -376,7 +376,7 @@ def test_the_tables_and_numbers_of_your_data_are_those_of_the_files():
     rloo, dpo = program.evaluation("rloo"), program.evaluation("dpo")
     wins = rloo["after"]["win rate"], dpo["after"]["win rate"]
     assert rloo["n"] == dpo["n"] == 75
-    assert f"On the 75 held-out questions, RLOO's answers now win {wins[0]:.0%}".replace("%", " %") in page
+    assert f"On the 75 held-out rows, RLOO's answers now win {wins[0]:.0%}".replace("%", " %") in page
     assert f"and DPO's {wins[1]:.0%}".replace("%", " %") in page
     assert f"held-out pairs: {program.evaluation('reward')['accuracy']:.3f}" in page
     assert (
@@ -386,16 +386,22 @@ def test_the_tables_and_numbers_of_your_data_are_those_of_the_files():
 
     after, before = (program.wrong_articles(program.answers("rloo"), when) for when in ("after", "before"))
     assert f"Of the {after[1]} answers that name an article, {after[0]} name a wrong one" in page
-    assert before[0] == 0 and f"before training, none of {before[1]} did" in page
-    wrong, named = program.wrong_articles(program.answers("dpo"), "after")
-    assert wrong == 0 and f"none of {named}.)" in page
-    far = program.answers("rloo-far")
+    assert f"before training, {before[0]} of {before[1]} did" in page
+    after, before = (program.wrong_articles(program.answers("dpo"), when) for when in ("after", "before"))
+    assert f"(DPO: {after[0]} of {after[1]}, before {before[0]} of {before[1]})" in page
+    questions = {row["prompt"] for row in program.answers("rloo")}
+    assert f"The rows are only {len(questions)} different questions" in page
+    far, last = program.answers("rloo-far"), program.answers("rloo-kl0")
     wrong, named = program.wrong_articles(far, "after")
     assert f"{wrong} of the {named} answers that name an article name a wrong one" in page
-    quoted = re.search(r'many are broken: "(.*?)"', page)[1]
-    assert quoted in [row["after"].strip() for row in far]
+    ends = [program.evaluation(name)["after"] for name in ("rloo-far", "rloo")]
+    scores, wins = ([f"{end[name]:.2f}" for end in ends] for name in ("score mean", "win rate"))
+    assert f"the score reaches {scores[0]}, more than the {scores[1]} of the run with 0.2" in page
+    assert f"the win rate {wins[0]} instead of {wins[1]}" in page
+    for quoted, answers in ((r'are broken: "(.*?)"', last), (r'the model answers: "(.*?)"', far)):
+        assert re.search(quoted, page)[1] in [row["after"].strip() for row in answers]
 
-    rows = program.read_rows(program.RUNS / "rloo-far", "metrics.jsonl")
+    rows = program.read_rows(program.RUNS / "rloo-kl0", "metrics.jsonl")
     best = max((row for row in rows if "eval/win rate" in row), key=lambda row: row["eval/win rate"])
     assert f"is best after update {best['update']}" in page
     rows = program.read_rows(program.RUNS / "sft-long", "metrics.jsonl")

@@ -971,7 +971,7 @@ reward_model.find_classes: each decimal is a class
   + if False and any(isinstance(label, float)
 ppo_sentiment.call_reward_functions: nothing names the reward function that fails (AttributeError)
   faults/test_bad_input.py::test_the_reward_function_that_fails_is_named[ppo_sentiment]
-  - error.add_note(f"in the reward function {name}, called with {', '.join(sorted(own))}")
+  - error.add_note(f"in the function {name}, called with {', '.join(sorted(own))}")
   + pass
 ppo_sentiment.call_reward_functions: a column is replaced
   faults/test_public_reports.py::test_a_column_with_the_name_of_an_argument
@@ -1202,8 +1202,8 @@ dpo_tldr.load_pairs: a ranking is its first two responses
   + [responses[0], responses[1]]
 dpo_tldr.load_pairs: the length of the chosen response alone counts
   runs/test_dpo_tldr.py::test_rows_that_are_left_out_are_counted
-  - if text_length(pair) <=
-  + if len(pair["ids"] + pair["responses"][0]) <=
+  - elif text_length(pair) >
+  + elif len(pair["ids"] + pair["responses"][0]) >
 dpo_tldr.tokenize_pair: responses without EOS (trap 9)
   runs/test_dpo_tldr.py::test_texts
   - with_eos(ids, tokenizer)

@@ -310,9 +310,9 @@ def test_a_folder_that_holds_a_run(script, small, capsys, tmp_path):
     "body, error",
     [
         ("return None", "'NoneType' object is not iterable"),
-        ("return [1.0]", "reward reward: 1 numbers for 4 responses"),
-        ("return [float('inf')] * len(prompts)", "reward reward: a number is not finite"),
-        ("return (float('nan') for _ in prompts)", "reward reward: a number is not finite"),
+        ("return [1.0]", "function reward: 1 numbers for 4 responses"),
+        ("return [float('inf')] * len(prompts)", "function reward: a number is not finite"),
+        ("return (float('nan') for _ in prompts)", "function reward: a number is not finite"),
         ("return [1e39] * len(prompts)", "not finite: .*score"),  # too large for fp32
         ("raise KeyError('mine')", "mine"),
     ],
@@ -340,7 +340,7 @@ def test_the_reward_function_that_fails_is_named(scripts, small, tmp_path, name)
         "ppo_dialog": "act, .*dialog, ",
         "grpo_math": "answer, ",
     }
-    assert re.match(f"in the reward function wrong, called with .*{columns.get(name, 'prompts')}", note)
+    assert re.match(f"in the function wrong, called with .*{columns.get(name, 'prompts')}", note)
 
 
 # ---- Chat --------------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def test_texts(script, tokenizer):
     row = dict(prompt="How? TL;DR:", chosen=" So.", rejected=" Not so.")
     pairs, counts = load(script, tokenizer, row)
     assert pairs == [["How? TL;DR:", " So.<|endoftext|>", " Not so.<|endoftext|>"]]
-    assert counts == "1 of 1 rows, 0 have more than 1024 tokens"
+    assert counts.startswith("1 of 1 rows; left out: 0 ")
     [pair], _ = script.load_pairs([row], tokenizer, script.Args())
     assert pair["ids"] == tokenizer("How? TL;DR:").input_ids
     assert pair["responses"][0][:-1] == tokenizer(" So.", add_special_tokens=False).input_ids
@@ -116,10 +116,14 @@ def test_rows_that_are_left_out_are_counted(script, tokenizer):
     rows = [good, dict(prompt="P:", chosen=" a", rejected=" a"), dict(prompt="P:", chosen=" a")]
     rows += [dict(chosen="a", rejected="b"), dict(prompt="P:", responses=[" a"]), dict(prompt="P:")]
     rows += [dict(prompt="P:", responses="ab"), dict(prompt="P:", chosen="", rejected=" b")]
+    rows += [good | dict(rejected=" "), dict(prompt="P:", responses=[" a", "\n"])]  # whitespace is no text
     rows += [good | dict(chosen=" a b b"), good | dict(rejected=" a b b")]
     pairs, counts = load(script, tokenizer, *rows, max_length=longest)
     assert pairs == [["P:", " a b<|endoftext|>", " b<|endoftext|>"]]
-    assert counts == f"1 of 10 rows, 2 have more than {longest} tokens"
+    assert counts == (
+        "1 of 12 rows; left out: 8 with an empty prompt or response, 1 with equal ones, "
+        f"2 of more than {longest} tokens"
+    )
 
 
 def test_no_rows(script, tokenizer):
@@ -128,15 +132,16 @@ def test_no_rows(script, tokenizer):
 
 
 def test_posts_of_the_evaluation(script, tokenizer, tmp_path, capsys):
-    """Those of --eval-dataset-name that have a prompt and are short enough, or the prompts of the pairs."""
+    """Complete rows of --eval-dataset-name that are short enough, or the prompts of the pairs."""
     rows = [dict(prompt="P:", completion=" a"), dict(prompt="P:" * 400, completion=" a")]
     rows += [dict(prompt="", completion=" a"), dict(prompt=None, completion=" a")]
+    rows += [dict(prompt="P:", completion="  ")]  # a judge would prefer anything to it
     data = write_rows(tmp_path / "posts", train=rows, test=rows)
     args = script.Args(eval_dataset_name=data, max_length=300)
     [post] = script.load_eval_posts([], tokenizer, args)
     assert texts_of(post, tokenizer) == ["P:", " a<|endoftext|>"]
-    assert "1 of 4 rows, with a prompt and at most 300 tokens" in capsys.readouterr().out
-    with pytest.raises(script.UserError, match="has no row with a prompt and at most 2 tokens"):
+    assert "1 of 5 rows, with a prompt, a completion and at most 300 tokens" in capsys.readouterr().out
+    with pytest.raises(script.UserError, match="has no row with a prompt, a completion and at most 2 tokens"):
         script.load_eval_posts([], tokenizer, script.Args(eval_dataset_name=data, max_length=2))
     pairs, _ = script.load_pairs([dict(prompt="Q:", chosen=" c", rejected=" d")], tokenizer, args)
     [post] = script.load_eval_posts(pairs, tokenizer, script.Args())

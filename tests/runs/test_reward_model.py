@@ -675,11 +675,14 @@ def test_responses_that_are_equal_after_the_cut(pairs, script, tiny_lm, tmp_path
         dict(prompt="Say it" + " again" * 20, chosen=" a", rejected=" b"),
         dict(prompt="Say.", responses=[" a", " b", " a"]),
     ]
-    data = write_rows(tmp_path / "data", train=rows, test=rows[2:])
+    empty = [dict(prompt="Say.", chosen=" a", rejected="  "), dict(prompt="Say.", responses=[" a", "\n"])]
+    data = write_rows(tmp_path / "data", train=rows + empty, test=rows[2:])
     pairs(dataset_name=data, max_length=16, num_train_epochs=0.1)
     lines = capsys.readouterr().out
-    assert "training: 2 of 4 rows, 1 at the limit of 16 tokens, 3 responses equal to a better one" in lines
-    assert "held out: 2 of 2 rows, 1 at the limit of 16 tokens, 1 responses equal to a better one" in lines
+    left_out = "left out: 2 rows without two responses, 3 responses equal to a better one"
+    assert f"training: 2 of 6 rows, 1 at the limit of 16 tokens; {left_out}" in lines
+    left_out = "left out: 0 rows without two responses, 1 responses equal to a better one"
+    assert f"held out: 2 of 2 rows, 1 at the limit of 16 tokens; {left_out}" in lines
     tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
     [row], _ = script.load_preference_rows(rows[3:], tokenizer, script.Args())
     assert [tokenizer.decode(ids) for ids in row.texts] == [f"Say. {x}{EOS}" for x in "ab"]

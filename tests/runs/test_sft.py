@@ -159,6 +159,8 @@ def test_every_number_of_sft(sft, script, tiny_lm, tmp_path, monkeypatch, capsys
     assert abs(evaluation["after"]["loss"] - evaluation["before"]["loss"]) > 0.01
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     assert "7 held-out documents" in lines
+    longest = max(len(ids) - unlabeled for ids, unlabeled in all_train)
+    assert any(line.endswith(f"of a document, up to {longest} tokens are learned") for line in lines)
     for name in ("loss", "mean_token_accuracy", "perplexity"):
         cells = [f"{evaluation[part][name]:.3f}" for part in ("before", "after")]
         assert any([word for word in line.split() if word != "│"] == [name, *cells] for line in lines), name

@@ -73,6 +73,13 @@ def test_the_page_shows_the_converter():
     assert shown == CONVERTER
 
 
+def test_the_judge_of_the_page():
+    """It can be called as rloo_tldr.py and dpo_tldr.py call theirs."""
+    code, functions = re.search(r"^      (def my_judge.*\n.*)$", PAGE, re.M)[1], {}
+    exec(code, functions)
+    assert functions["my_judge"](prompts=["a"] * 2, completions=["b", "bc"], column=[1, 2]) == [1, 2]
+
+
 def write_table(path, rows):
     """A csv file as Excel writes it, with a byte order mark."""
     with open(path, "w", newline="", encoding="utf-8-sig") as file:
@@ -80,18 +87,21 @@ def write_table(path, rows):
 
 
 def test_the_converter(monkeypatch, tmp_path, capsys):
-    """The winner is chosen, ties are counted and left out, quotes and line ends in a cell are kept."""
+    """The winner is chosen, quotes and line ends in a cell are kept. What is left out is counted."""
     monkeypatch.chdir(tmp_path)
-    write_table("t.csv", [["Où?", "A", "B", "a"], ["2?", "A", "B", "tie"], ['3 "x",\n?', "A", "B", "b"]])
+    empty = [["", "A", "B", "a"], ["4?", " ", "B", "b"], ["5?", "A"]]
+    rows = [["Où?", "A", "B", "a"], ["2?", "A", "B", "tie"], ['3 "x",\n?', "A ", "B", "b "]]
+    write_table("t.csv", rows + empty)
     run_program(monkeypatch, "examples/pairs_from_table", ["t.csv", "new"])
-    assert capsys.readouterr().out == "3 rows: 2 pairs, 1 ties left out\n"
+    assert capsys.readouterr().out == "2 pairs; left out: 1 ties, 3 rows with an empty cell\n"
     assert rows_of("new", "train.jsonl") == [
         dict(prompt="Question: Où?\nAnswer:", completion=" A", chosen=" A", rejected=" B"),
         dict(prompt='Question: 3 "x",\n?\nAnswer:', completion=" B", chosen=" B", rejected=" A"),
     ]
-    write_table("t.csv", [["1?", "A", "B", "A"]])
-    with pytest.raises(KeyError):  # an unknown winner is not a tie
-        run_program(monkeypatch, "examples/pairs_from_table", ["t.csv", "new"])
+    for winner in ("A", "c", ""):  # an unknown winner is not a tie
+        write_table("t.csv", [rows[0], ["2?", "A", "B", winner]])
+        with pytest.raises(SystemExit, match=f"^t.csv, line 3: the winner is '{winner}', not a, b or tie$"):
+            run_program(monkeypatch, "examples/pairs_from_table", ["t.csv", "new"])
 
 
 def test_the_table_is_what_the_page_says():
