@@ -1390,6 +1390,14 @@ def start_accelerator(args):
             ),
         )
         transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # else from_pretrained loads shards
+    if accelerator.distributed_type == "FSDP" and args.optimizer.startswith("bitsandbytes."):
+        raise UserError(f"--optimizer {args.optimizer}: bitsandbytes cannot update the shards of FSDP2")
+    world = accelerator.num_processes
+    if world > 1:
+        accelerator.print(
+            f"{world} processes, so the batch is {world} times that of one; to keep it, divide "
+            f"--gradient-accumulation-steps or --per-device-train-batch-size by {world}"
+        )
     set_global_seed(args.seed)  # for weights that start at random, such as LoRA's
     return accelerator
 
@@ -1488,12 +1496,26 @@ class Run:
         is_used = self.logs() or self.checkpoints() or (self.folder / "model").exists()
         if is_used and not args.resume:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
+        if accelerator.num_processes > 1:
+            self.check_disk()
         self.got_signal = None
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # SIGHUP: the terminal was closed
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
                 signal.signal(number, self.on_signal)
                 # These signals still terminate worker processes that your code forks.
                 os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
+
+    def check_disk(self):
+        """Raise if the processes do not share the run folder. FSDP2 and DeepSpeed save shards there."""
+        marks = self.folder / "marks"  # one per process
+        marks.mkdir(parents=True, exist_ok=True)
+        (marks / str(self.accelerator.process_index)).touch()
+        self.accelerator.wait_for_everyone()
+        count = len(list(marks.iterdir()))
+        self.accelerator.wait_for_everyone()
+        shutil.rmtree(marks, ignore_errors=True)  # all processes try to
+        if count < self.accelerator.num_processes:
+            raise UserError(f"{self.name} must be on a disk that all nodes share: set --output-dir")
 
     def logs(self):
         """The append-only files of this run. (Some scripts write only the first.)"""
@@ -1568,10 +1590,11 @@ class Run:
         self.accelerator.register_save_state_pre_hook(save_trained)
         self.accelerator.register_load_state_pre_hook(load_trained)
         state = {"update": 0, "batch_size": batch_size, "sizes": {}}  # sizes: bytes of each log
-        checkpoints = self.checkpoints()
-        if self.args.resume and checkpoints:
-            state = json.loads((checkpoints[-1] / "state.json").read_text())
-            self.accelerator.load_state(checkpoints[-1])
+        # The main process chooses the checkpoint: a network disk may show others an older list.
+        [newest] = accelerate.utils.broadcast_object_list([None, *self.checkpoints()][-1:])
+        if self.args.resume and newest:
+            state = json.loads((newest / "state.json").read_text())
+            self.accelerator.load_state(newest)
             self.accelerator.step = 0  # accumulate counts from here; the number of steps may have changed
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")

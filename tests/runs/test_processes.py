@@ -6,6 +6,7 @@ Each kind starts its two processes once, and they do all runs of the table one a
 import json
 import sys
 
+import accelerate
 import pytest
 from run_tools import (
     ROOT,
@@ -368,3 +369,36 @@ def test_two_processes_continue_a_run_of_one(scripts, small, two):
     _, whole = scripts["ppo_sentiment"].train(small("ppo_sentiment", total_episodes=32, **SGD))
     assert json.loads((root / "grown/args.json").read_text())["world_size"] == 2
     assert distance(weights(whole / "model"), weights(root / "grown/model")) < 1e-5
+
+
+def end_of_two(folder, before, flags):
+    """Run grpo_math.py on two processes that first execute some lines. -> exit code, standard error"""
+    body = (
+        f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\n{before}\nimport grpo_math\ngrpo_math.main()\n"
+    )
+    (folder / "driver.py").write_text(body)
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    words += ["--master_port", free_port(), folder / "driver.py", *flags]
+    process = start_process(words, folder, HF_HOME=str(folder))
+    out, errors = process.communicate(timeout=300)
+    return process.returncode, out + errors
+
+
+def test_nodes_without_a_shared_disk(small, tmp_path):
+    """Each process has its own folder of this name, as on two nodes. Shards would be lost there."""
+    own_folder = 'os.makedirs(os.environ["RANK"])\nos.chdir(os.environ["RANK"])'
+    flags = flags_of(small("grpo_math", output_dir="run"))
+    code, text = end_of_two(tmp_path, own_folder, flags)
+    assert code != 0 and "exitcode  : 2" in text
+    assert "grpo_math.py: run must be on a disk that all nodes share" in text
+    assert "recipe" not in text  # before the model is loaded
+    assert not list((tmp_path / "0/run").iterdir()) and not list((tmp_path / "1/run").iterdir())
+    assert "2 processes, so the batch is 2 times that of one" in text
+
+
+def test_fsdp2_cannot_shard_the_state_of_bitsandbytes(scripts, small, monkeypatch):
+    """Its optimizers raise an error in their first step, after the evaluation and a rollout."""
+    monkeypatch.setattr(accelerate.Accelerator, "distributed_type", "FSDP")
+    module = scripts["grpo_math"]
+    with pytest.raises(module.UserError, match="cannot update the shards of FSDP2"):
+        module.train(small("grpo_math", optimizer="bitsandbytes.optim.Adam8bit"))

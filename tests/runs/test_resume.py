@@ -8,6 +8,7 @@ import signal
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import RL
@@ -297,6 +298,22 @@ def test_only_the_checkpoints_of_the_run_count(script, small, monkeypatch, capsy
         "000005",
         *copies[1:],
     ]
+
+
+def test_all_processes_load_the_checkpoint_of_the_main_one(script, small, monkeypatch, capsys):
+    """This process finds none, as on a slow network disk, but the main one sends it a name."""
+    _, folder = script.train(small(SCRIPT))
+    [newest] = script.Run.checkpoints(SimpleNamespace(folder=Path(folder).absolute()))
+    broadcast = script.accelerate.utils.broadcast_object_list
+
+    def from_main(objects):
+        return [newest] if objects == [None] else broadcast(objects)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(script.accelerate.utils, "broadcast_object_list", from_main)
+        patch.setattr(script.Run, "checkpoints", lambda run: [])
+        resume(script, folder)
+    assert "after update 1\n" in capsys.readouterr().out
 
 
 def test_checkpoints_are_in_the_order_of_their_numbers(script, small):
