@@ -342,6 +342,10 @@ def train(args):
         f"= {B} pairs; {updates} optimizer steps"
     )
 
+    learner, optimizer = make_learner(model, args, accelerator)
+    if is_bf16:
+        round_frozen_weights(policy, is_saved=True)
+
     # The policy is still the reference here, with --resume too: run.start loads a checkpoint only below.
     with autocast:
         ref_logprobs = pair_logprobs(model, train_pairs, args, accelerator)  # [N, 2]: chosen, rejected
@@ -354,7 +358,6 @@ def train(args):
     pairs_before = pair_means(held_out_ref_logprobs, held_out_ref_logprobs, args.beta)
     before = metrics_before, samples_before, pairs_before
 
-    learner, optimizer = make_learner(model, args, accelerator)
     state = run.start(B)  # update 0 in a new run
 
     def evaluate():
@@ -807,6 +810,9 @@ def load_model(auto_class, name, new_head=False, **kwargs):
             p.requires_grad_(p.is_floating_point())  # peft froze them
         return model
     kwargs |= dict(dtype=torch.float32, output_loading_info=True)
+    device = accelerate.PartialState().device
+    if device.type == "cuda":  # else the models of all processes would be in the CPU's memory first
+        kwargs["device_map"] = {"": device}
     model, report = auto_class.from_pretrained(path, **kwargs)
     missing = [*report["missing_keys"], *(key for key, *shapes in report["mismatched_keys"])]
     if new_head:
@@ -955,6 +961,24 @@ def transformer_layers(model):
     return max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
 
 
+@torch.no_grad()
+def round_frozen_weights(model, is_saved):
+    """Store the frozen weights of linear layers in bf16. Under autocast in bf16, no result changes.
+
+    Autocast would round them in every forward pass, because it keeps rounded copies of trained weights only.
+    is_saved: leave out weights that would change, because they are saved with the model. (A checkpoint in
+    bf16 has none.) Call it after make_learner: FSDP2 shards layers whose weights have one dtype.
+    """
+    for layer in transformer_layers(model).modules():
+        if isinstance(layer, (nn.Linear, transformers.pytorch_utils.Conv1D)):
+            weight = layer.weight
+            if weight.requires_grad or weight.dtype != torch.float32:  # trained, or quantized
+                continue
+            rounded = weight.bfloat16()
+            if not is_saved or torch.equal(rounded.float(), weight):
+                weight.data = rounded
+
+
 def add_lora(model, args):
     """Add a LoRA adapter (Hu et al. 2021): each named layer computes W + lora_alpha / lora_r * B A, where B
     starts at 0."""
@@ -986,9 +1010,11 @@ def eight_bit(args):
 
 def save_policy(policy, tokenizer, folder):
     """Save what plain transformers loads. LoRA is merged in place, except into quantized weights."""
-    if hasattr(policy, "merge_and_unload") and not getattr(policy, "is_quantized", False):
-        policy.save_pretrained(folder.parent / "adapter")
-        policy = policy.merge_and_unload()
+    if not getattr(policy, "is_quantized", False):
+        policy.float()  # frozen weights may be in bf16
+        if hasattr(policy, "merge_and_unload"):
+            policy.save_pretrained(folder.parent / "adapter")
+            policy = policy.merge_and_unload()
     policy.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -1371,7 +1397,7 @@ def start_accelerator(args):
         dynamo_backend="no",
         gradient_accumulation_plugin=accumulation,  # a number would be replaced by an environment variable
         kwargs_handlers=[
-            # Gradients are views of what DDP sends, so they are not kept twice.
+            # Gradients are views of what DDP sends, so they are not kept twice (see make_learner).
             accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
             # The others wait while the main process saves a large model, for example.
             accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12)),
@@ -1427,7 +1453,13 @@ def make_learner(model, args, accelerator):
         options["fused"] = True  # one kernel for all parameters
     module, _, name = args.optimizer.rpartition(".")
     optimizer_class = getattr(importlib.import_module(module), name)
-    return accelerator.prepare(learner, optimizer_class(trainable(learner).values(), **options))
+    optimizer = optimizer_class(trainable(learner).values(), **options)
+    learner, optimizer = accelerator.prepare(learner, optimizer)
+    if isinstance(learner, nn.parallel.DistributedDataParallel):
+        # Gradients are views of DDP's buckets. With None instead of zeros, those of an accumulated pass would
+        # be new tensors next to the buckets.
+        optimizer.zero_grad = partial(optimizer.zero_grad, set_to_none=False)
+    return learner, optimizer
 
 
 @torch.no_grad()
@@ -1869,6 +1901,12 @@ def main(argv=None):
     except UserError as error:
         print(f"{SCRIPT}.py: {error}", file=sys.stderr)
         sys.exit(2)
+    except torch.OutOfMemoryError as error:
+        error.add_note(
+            "Out of memory: halve --per-device-train-batch-size and double --gradient-accumulation-steps. If "
+            "it was the rollout, halve --local-rollout-forward-batch-size. More: docs/running.md, Memory"
+        )
+        raise
     finally:
         Console().show_cursor()  # the progress bar hid it
 

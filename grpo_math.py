@@ -373,6 +373,10 @@ def train(args):
         f"{updates * args.num_ppo_epochs * args.num_mini_batches} optimizer steps"
     )
 
+    learner, optimizer = make_learner(model, args, accelerator)
+    if is_bf16:
+        round_frozen_weights(policy, is_saved=True)
+
     # The random numbers of an evaluation depend only on the seed, so they are the same before and after
     # training. In a resumed run too, `before` measures the initial policy, because run.start loads a
     # checkpoint only below.
@@ -381,7 +385,6 @@ def train(args):
     with autocast:
         before = evaluate(respond, held_out, args, accelerator)
 
-    learner, optimizer = make_learner(model, args, accelerator)
     state = run.start(B)  # update 0 in a new run
     copy_weights(learner, model)  # run.start may have loaded a checkpoint into the learner
     is_first_step = True
@@ -1083,6 +1086,9 @@ def load_model(auto_class, name, new_head=False, **kwargs):
             p.requires_grad_(p.is_floating_point())  # peft froze them
         return model
     kwargs |= dict(dtype=torch.float32, output_loading_info=True)
+    device = accelerate.PartialState().device
+    if device.type == "cuda":  # else the models of all processes would be in the CPU's memory first
+        kwargs["device_map"] = {"": device}
     model, report = auto_class.from_pretrained(path, **kwargs)
     missing = [*report["missing_keys"], *(key for key, *shapes in report["mismatched_keys"])]
     if new_head:
@@ -1217,6 +1223,24 @@ def transformer_layers(model):
     return max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
 
 
+@torch.no_grad()
+def round_frozen_weights(model, is_saved):
+    """Store the frozen weights of linear layers in bf16. Under autocast in bf16, no result changes.
+
+    Autocast would round them in every forward pass, because it keeps rounded copies of trained weights only.
+    is_saved: leave out weights that would change, because they are saved with the model. (A checkpoint in
+    bf16 has none.) Call it after make_learner: FSDP2 shards layers whose weights have one dtype.
+    """
+    for layer in transformer_layers(model).modules():
+        if isinstance(layer, (nn.Linear, transformers.pytorch_utils.Conv1D)):
+            weight = layer.weight
+            if weight.requires_grad or weight.dtype != torch.float32:  # trained, or quantized
+                continue
+            rounded = weight.bfloat16()
+            if not is_saved or torch.equal(rounded.float(), weight):
+                weight.data = rounded
+
+
 def add_lora(model, args):
     """Add a LoRA adapter (Hu et al. 2021): each named layer computes W + lora_alpha / lora_r * B A, where B
     starts at 0."""
@@ -1271,7 +1295,9 @@ def load_reference(args, policy, name, device):
         frozen = {id(p): p for p in policy.parameters() if not p.requires_grad}
         ref_model = copy.deepcopy(policy, memo=frozen)  # what is in the memo is not copied
     else:
-        ref_model = load_model(AutoModelForCausalLM, name, **eight_bit(args))
+        ref_model = load_model(AutoModelForCausalLM, name, **eight_bit(args)).requires_grad_(False)
+        if wants_bf16(args, device):
+            round_frozen_weights(ref_model, is_saved=False)
     return ref_model.requires_grad_(False).eval().to(device)
 
 
@@ -1287,9 +1313,11 @@ def eight_bit(args):
 
 def save_policy(policy, tokenizer, folder):
     """Save what plain transformers loads. LoRA is merged in place, except into quantized weights."""
-    if hasattr(policy, "merge_and_unload") and not getattr(policy, "is_quantized", False):
-        policy.save_pretrained(folder.parent / "adapter")
-        policy = policy.merge_and_unload()
+    if not getattr(policy, "is_quantized", False):
+        policy.float()  # frozen weights may be in bf16
+        if hasattr(policy, "merge_and_unload"):
+            policy.save_pretrained(folder.parent / "adapter")
+            policy = policy.merge_and_unload()
     policy.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
@@ -1330,15 +1358,21 @@ TOKENS_PER_ROUND = 128  # then finished rows are dropped, and a step is recorded
 
 
 def can_be_recorded(policy, cache):
-    """Can a GPU record a token step of this model? No shape may change, and nothing may go to the CPU.
+    """Can a GPU record a token step of this model? No shape may change, and nothing may involve the CPU.
 
     transformers says of each kind of model whether it can read a cache with free columns (GPT-Neo cannot).
     """
     body, _ = body_and_head(policy)
     # Sliding windows move, and linear attention has states instead of columns.
     is_plain = all(type(layer) is DynamicLayer for layer in cache.layers)
+    # The CPU takes part in RoPE whose frequencies depend on the longest row, in Falcon's attention, which
+    # selects heads by lists of numbers, and in fp32 matmuls of experts, whose weights are 3-D.
+    is_dynamic = "dynamic" in str(getattr(body.config, "rope_parameters", None))
+    has_experts = any(p.dim() == 3 for p in body.parameters())
+    needs_cpu = is_dynamic or has_experts or body.config.model_type == "falcon"
     is_quantized = getattr(policy, "is_quantized", False)
-    return body.device.type == "cuda" and body._can_compile_fullgraph and is_plain and not is_quantized
+    can_be = body._can_compile_fullgraph and is_plain and not (needs_cpu or is_quantized)
+    return body.device.type == "cuda" and can_be
 
 
 def generate_recorded(policy, cache, hidden, mask, uniforms, stop_ids, temperature):
@@ -1399,8 +1433,10 @@ def repeat(step, count):
     step()  # also loads the kernels, which must not happen during a recording
     if count == 1:
         return
+    # Other threads may use the GPU, but not autocast: the end of an autocast block in any thread frees the
+    # rounded copies of weights, which all threads share and the recording reads.
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the GPU
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         step()  # only recorded, not executed
     for _ in range(count - 1):
         graph.replay()
@@ -1821,7 +1857,7 @@ def start_accelerator(args):
         dynamo_backend="no",
         gradient_accumulation_plugin=accumulation,  # a number would be replaced by an environment variable
         kwargs_handlers=[
-            # Gradients are views of what DDP sends, so they are not kept twice.
+            # Gradients are views of what DDP sends, so they are not kept twice (see make_learner).
             accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
             # The others wait while the main process saves a large model, for example.
             accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12)),
@@ -1877,7 +1913,13 @@ def make_learner(model, args, accelerator):
         options["fused"] = True  # one kernel for all parameters
     module, _, name = args.optimizer.rpartition(".")
     optimizer_class = getattr(importlib.import_module(module), name)
-    return accelerator.prepare(learner, optimizer_class(trainable(learner).values(), **options))
+    optimizer = optimizer_class(trainable(learner).values(), **options)
+    learner, optimizer = accelerator.prepare(learner, optimizer)
+    if isinstance(learner, nn.parallel.DistributedDataParallel):
+        # Gradients are views of DDP's buckets. With None instead of zeros, those of an accumulated pass would
+        # be new tensors next to the buckets.
+        optimizer.zero_grad = partial(optimizer.zero_grad, set_to_none=False)
+    return learner, optimizer
 
 
 @torch.no_grad()
@@ -2343,6 +2385,12 @@ def main(argv=None):
     except UserError as error:
         print(f"{SCRIPT}.py: {error}", file=sys.stderr)
         sys.exit(2)
+    except torch.OutOfMemoryError as error:
+        error.add_note(
+            "Out of memory: halve --per-device-train-batch-size and double --gradient-accumulation-steps. If "
+            "it was the rollout, halve --local-rollout-forward-batch-size. More: docs/running.md, Memory"
+        )
+        raise
     finally:
         Console().show_cursor()  # the progress bar hid it
 

@@ -366,13 +366,16 @@ def train(args):
         f"= {B} rows; {updates} optimizer steps"
     )
 
-    learner, optimizer = make_learner(wrapper, args, accelerator)
+    # With FSDP2 and ZeRO-3, the wrapper is on the CPU until an evaluation. Otherwise it moves back at once.
+    learner, optimizer = make_learner(wrapper.cpu(), args, accelerator)
+    if is_bf16:
+        round_frozen_weights(classifier, is_saved=True)
     state = run.start(B)  # update 0 in a new run
 
     def evaluate():
         """Score the held-out rows. -> metrics, table (list of dicts)"""
         copy_weights(learner, wrapper)  # does nothing if they share their weights
-        wrapper.to(device)  # with FSDP2 and ZeRO-3, it was left on the CPU
+        wrapper.to(device)
         with autocast:
             logits = score_rows(classifier, held_out_rows, accelerator)  # [texts, classes or 1]
         if has_labels:
@@ -788,6 +791,9 @@ def load_model(auto_class, name, new_head=False, **kwargs):
             p.requires_grad_(p.is_floating_point())  # peft froze them
         return model
     kwargs |= dict(dtype=torch.float32, output_loading_info=True)
+    device = accelerate.PartialState().device
+    if device.type == "cuda":  # else the models of all processes would be in the CPU's memory first
+        kwargs["device_map"] = {"": device}
     model, report = auto_class.from_pretrained(path, **kwargs)
     missing = [*report["missing_keys"], *(key for key, *shapes in report["mismatched_keys"])]
     if new_head:
@@ -873,6 +879,24 @@ def trainable(module):
 def transformer_layers(model):
     """The list of a model's transformer layers, which is its longest ModuleList."""
     return max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
+
+
+@torch.no_grad()
+def round_frozen_weights(model, is_saved):
+    """Store the frozen weights of linear layers in bf16. Under autocast in bf16, no result changes.
+
+    Autocast would round them in every forward pass, because it keeps rounded copies of trained weights only.
+    is_saved: leave out weights that would change, because they are saved with the model. (A checkpoint in
+    bf16 has none.) Call it after make_learner: FSDP2 shards layers whose weights have one dtype.
+    """
+    for layer in transformer_layers(model).modules():
+        if isinstance(layer, (nn.Linear, transformers.pytorch_utils.Conv1D)):
+            weight = layer.weight
+            if weight.requires_grad or weight.dtype != torch.float32:  # trained, or quantized
+                continue
+            rounded = weight.bfloat16()
+            if not is_saved or torch.equal(rounded.float(), weight):
+                weight.data = rounded
 
 
 def add_lora(model, args):
@@ -965,12 +989,12 @@ def can_share_prompts(wrapper, rows, accelerator):
     wrapper.eval().to(accelerator.device)
     alone = wrapper(*collate_texts(rows, classifier.device, shares_prompts=False))
     shared = wrapper(*collate_texts(rows, classifier.device, shares_prompts=True))
-    wrapper.cpu()  # make_learner moves what is trained: with FSDP2 and ZeRO-3, only the shards
     return torch.allclose(alone, shared, rtol=0.01, atol=0.01)  # TF32 rounds by about 0.001
 
 
 def save_reward_model(model, tokenizer, args, folder):
     """Save what plain transformers loads, with LoRA merged; the tokenizer can truncate at --max-length."""
+    model.float()  # frozen weights may be in bf16
     if args.lora_r:
         setattr(model, model.base_model_prefix, model.base_model.merge_and_unload())
     model.save_pretrained(folder)
@@ -1388,7 +1412,7 @@ def start_accelerator(args):
         dynamo_backend="no",
         gradient_accumulation_plugin=accumulation,  # a number would be replaced by an environment variable
         kwargs_handlers=[
-            # Gradients are views of what DDP sends, so they are not kept twice.
+            # Gradients are views of what DDP sends, so they are not kept twice (see make_learner).
             accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
             # The others wait while the main process saves a large model, for example.
             accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12)),
@@ -1444,7 +1468,13 @@ def make_learner(model, args, accelerator):
         options["fused"] = True  # one kernel for all parameters
     module, _, name = args.optimizer.rpartition(".")
     optimizer_class = getattr(importlib.import_module(module), name)
-    return accelerator.prepare(learner, optimizer_class(trainable(learner).values(), **options))
+    optimizer = optimizer_class(trainable(learner).values(), **options)
+    learner, optimizer = accelerator.prepare(learner, optimizer)
+    if isinstance(learner, nn.parallel.DistributedDataParallel):
+        # Gradients are views of DDP's buckets. With None instead of zeros, those of an accumulated pass would
+        # be new tensors next to the buckets.
+        optimizer.zero_grad = partial(optimizer.zero_grad, set_to_none=False)
+    return learner, optimizer
 
 
 @torch.no_grad()
@@ -1842,6 +1872,12 @@ def main(argv=None):
     except UserError as error:
         print(f"{SCRIPT}.py: {error}", file=sys.stderr)
         sys.exit(2)
+    except torch.OutOfMemoryError as error:
+        error.add_note(
+            "Out of memory: halve --per-device-train-batch-size and double --gradient-accumulation-steps. If "
+            "it was the rollout, halve --local-rollout-forward-batch-size. More: docs/running.md, Memory"
+        )
+        raise
     finally:
         Console().show_cursor()  # the progress bar hid it
 

@@ -105,6 +105,9 @@ class Case:
     gpu_memory: int = 80  # 80 or 141 GB
     reward_model: Model | None = None  # None: a function without a model
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    checkpoint: Literal["bfloat16", "float32"] = (
+        "bfloat16"  # of the policy: what round_frozen_weights can round
+    )
     lora_r: int = 0  # on all linear layers
     gradient_checkpointing: bool = False
     load_in_8bit: bool = False
@@ -126,6 +129,11 @@ class Case:
     def number(self):
         """Bytes of a number in the products of the layers."""
         return BF16 if self.dtype == "bfloat16" else FP32
+
+    @property
+    def frozen_number(self):
+        """Bytes of a frozen weight of the policy's linear layers, if it is not in 8 bit."""
+        return self.number if self.checkpoint == "bfloat16" else FP32
 
     @property
     def is_recorded(self):
@@ -200,12 +208,12 @@ def trained(case):
     return trained_linear(case) + norms + embeddings + head + value_head
 
 
-def frozen_bytes(model, layers, embeddings, head, eight_bit=False):
-    """Frozen weights: fp32, or linear layers in 8 bit.
+def frozen_bytes(model, layers, embeddings, head, number, eight_bit=False):
+    """Frozen weights: linear layers have `number` bytes per weight, or 1 in 8 bit; everything else is in fp32.
 
     layers, embeddings, head: how many layers, and whether these parts are there; norms go with the layers.
     """
-    linear = INT8 if eight_bit else FP32
+    linear = INT8 if eight_bit else number
     total = layers * (linear * model.linear_weights + FP32 * 2 * model.norm)
     if embeddings:
         total += FP32 * model.embeddings
@@ -217,13 +225,13 @@ def frozen_bytes(model, layers, embeddings, head, eight_bit=False):
 # ---- Memory ------------------------------------------------------------------------------------------------
 
 
-def policy_bytes(case):
-    """A whole policy: its trained weights and its frozen ones."""
+def policy_bytes(case, number=FP32):
+    """A whole policy: its trained weights and its frozen ones. number: bytes of a frozen linear weight"""
     m = case.model
     if case.lora_r:
-        frozen = frozen_bytes(m, m.layers, True, case.has_head, case.load_in_8bit)
+        frozen = frozen_bytes(m, m.layers, True, case.has_head, number, case.load_in_8bit)
     elif case.num_shared_layers:
-        frozen = frozen_bytes(m, case.num_shared_layers, True, False)
+        frozen = frozen_bytes(m, case.num_shared_layers, True, False, number)
     else:
         frozen = 0
     return FP32 * trained(case) + frozen
@@ -234,15 +242,16 @@ def reference_bytes(case):
     if not case.has_reference:
         return 0
     if case.num_shared_layers:
-        return frozen_bytes(m, m.layers - case.num_shared_layers, False, True)
-    return frozen_bytes(m, m.layers, True, True, case.load_in_8bit)
+        return frozen_bytes(m, m.layers - case.num_shared_layers, False, True, FP32)
+    return frozen_bytes(m, m.layers, True, True, case.number, case.load_in_8bit)
 
 
 def reward_model_bytes(case):
     m = case.reward_model
     if m is None or not case.is_rl:
         return 0
-    return frozen_bytes(m, m.layers, True, False)
+    number = FP32 if case.algorithm == "ppo" else case.number  # classifiers run in fp32
+    return frozen_bytes(m, m.layers, True, False, number)
 
 
 def bf16_copies(case):
@@ -255,11 +264,13 @@ def bf16_copies(case):
 
 
 def bf16_copies_for_backward(case):
-    """Autocast rounds frozen weights each time. With LoRA, the backward pass needs the copy, so it is saved.
+    """Autocast rounds frozen weights in fp32 each time. With LoRA, the backward pass needs the copy, so it is saved.
 
     8-bit layers save none. With checkpointing, only one layer has copies at a time.
     """
     if case.dtype == "float32" or not case.lora_r or case.load_in_8bit:
+        return 0
+    if case.frozen_number == BF16 and not case.is_sharded:
         return 0
     weights = sum(inputs * outputs for inputs, outputs in case.model.linear_layers)
     return BF16 * weights * (1 if case.gradient_checkpointing else case.model.layers)
@@ -344,7 +355,8 @@ def memory(case):
 
     always: held in every phase of an update. The peak of a run is that of its largest phase.
     """
-    policy = policy_bytes(case)
+    policy = policy_bytes(case)  # in fp32
+    rounded_policy = policy_bytes(case, case.frozen_number)
     weights = trained(case)
     gradients = FP32 * weights / case.shards
     if case.sharding == "fsdp2" and case.gradient_accumulation_steps > 1:
@@ -354,9 +366,10 @@ def memory(case):
         "reward model": reward_model_bytes(case),
     }
     always = {
-        "policy" if not case.is_sharded else "shard of the policy": policy / case.shards,
+        "policy": 0 if case.is_sharded else rounded_policy,
+        "shard of the policy": policy / case.shards if case.is_sharded else 0,
         "Adam": 2 * FP32 * weights / case.shards,
-        "whole policy to sample with": policy if case.is_sharded else 0,
+        "whole policy to sample with": rounded_policy if case.is_sharded else 0,
         **frozen,
     }
     copies = {"bf16 copies of trained weights": bf16_copies(case)}
@@ -400,6 +413,8 @@ def memory(case):
         phases |= {"scoring": scoring}
     if case.is_sharded:
         phases["start"] = {"two whole policies, before one is cut": 2 * policy, **frozen}
+    else:
+        phases["start"] = {"policy in fp32, as it is loaded and saved": policy, **frozen}
     return phases
 
 

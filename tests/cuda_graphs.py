@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten
 ASK_FOR_VALUES = {
     *("_local_scalar_dense", "item", "is_nonzero", "nonzero", "nonzero_static", "masked_select", "equal"),
     *("allclose", "_unique2", "unique_dim", "bincount", "repeat_interleave"),
+    "_grouped_mm",  # of experts: in fp32, CUDA copies the numbers of tokens per expert to the CPU
 }
 COPY_FROM_THE_CPU = {"lift_fresh", "lift_fresh_copy"}  # torch.tensor(...): its memory may be gone at a replay
 

@@ -104,7 +104,10 @@ def test_the_peaks_on_a_gpu_are_as_far_off_as_the_page_says():
     models = {"gpt2-124m": scale.MODELS["gpt2"], "pythia-1b": scale.MODELS["pythia-1b"]}
     models["pythia-410m"] = scale.Model("gpt_neox", 24, 1024, 16, 16, 4096, 50304)
     rows = json.loads((ROOT / "results/gpu-memory.json").read_text())["rows"]
-    ratios = [row["peak_mb"] / computed_peak(models[row["size"]], row) for row in rows]
+    ratios = []
+    for row in rows:  # from before frozen weights were stored in bf16
+        computed = computed_peak(models[row["size"]], row, checkpoint="float32")
+        ratios.append(row["peak_mb"] / computed)
     assert f"{min(ratios):.2f} to {max(ratios):.2f} times as much" in " ".join(PAGE.split())
 
 
@@ -146,10 +149,8 @@ def test_the_command_of_the_recipe_has_its_flags_and_its_memory():
 
 
 def test_the_rule_of_thumb_is_what_fits_80_gb():
-    """1.5B without flags; 3B with checkpointing, with an 8-bit reference or none; 7B only with LoRA."""
+    """1.5B without flags; 3B with checkpointing; 7B only with LoRA."""
     assert scale.fits(scale.table_case("1.5B")) and not scale.fits(scale.table_case("3B"))
-    assert not scale.fits(scale.table_case("3B", **scale.SMALL))
-    assert scale.fits(scale.table_case("3B", **scale.SMALL, load_in_8bit=True))
-    assert scale.fits(scale.table_case("3B", **scale.SMALL, algorithm="grpo", kl_coef=0))
+    assert scale.fits(scale.table_case("3B", **scale.SMALL))
     assert not scale.fits(scale.table_case("7B", **scale.SMALL, algorithm="grpo", kl_coef=0))
     assert scale.fits(scale.table_case("7B", **scale.LORA))

@@ -269,7 +269,7 @@ rloo_tldr.FixedSizeLayer: a recorded step makes a new tensor for the keys (trap 
 rloo_tldr.repeat: autocast rounds the weights while recording, and the next call uses them (trap 47)
   math/test_recorded_steps.py::test_recorded_steps_are_called_steps[True-False-llama]
   -     graph = torch.cuda.CUDAGraph()
-  -     with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the GPU
+  -     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
   -         step()  # only recorded, not executed
   +     graph = torch.cuda.CUDAGraph()
   +     torch.clear_autocast_cache()
@@ -292,10 +292,14 @@ rloo_tldr.can_be_recorded: sliding windows are recorded
   math/test_recorded_steps.py::test_what_cannot_be_recorded[mistral-False]
   - and is_plain
   + and True
+rloo_tldr.can_be_recorded: steps that need the CPU are recorded
+  math/test_recorded_steps.py::test_steps_that_need_the_cpu_are_not_recorded[falcon]
+  - not (needs_cpu or is_quantized)
+  + not is_quantized
 rloo_tldr.can_be_recorded: models that transformers cannot compile are recorded
   math/test_recorded_steps.py::test_what_cannot_be_recorded[gpt_neo-False]
-  - and body._can_compile_fullgraph
-  + and True
+  - body._can_compile_fullgraph and
+  + True and
 ppo_sentiment.load_model: a fused norm has weights of its own
   math/test_recorded_steps.py::test_fused_norms_are_the_same
   - norm.weight = child.weight
@@ -553,6 +557,10 @@ rloo_tldr.train: gradients are never zeroed (trap 29)
   runs/test_resume.py::test_sigterm_then_resume[rloo_tldr]
   - optimizer.zero_grad()
   + pass
+ppo_sentiment.make_learner: DDP keeps gradients twice
+  runs/test_processes.py::test_ddp_keeps_gradients_once
+  - set_to_none=False
+  + set_to_none=True
 ppo_sentiment.make_learner: adam_eps does not reach the optimizer (trap 31)
   math/test_update.py::test_flags_reach_the_optimizer
   - = args.adam_eps
@@ -638,7 +646,7 @@ ppo_sentiment.load_classifier: a classifier that reads pads
   +
 ppo_sentiment.check_critic: a critic that reads pads
   faults/test_public_reports.py::test_a_critic_that_cannot_read_left_padding
-  - torch.allclose(padded, alone, 1e-3, 1e-3)
+  - torch.allclose(padded, alone, rtol=0.01, atol=0.01)
   + True
 
 # Processes, checkpoints, resuming
@@ -1020,10 +1028,18 @@ ppo_sentiment.eight_bit: rounding in 8 bit depends on the batch
   runs/test_ppo_sentiment.py::test_outliers_in_8_bit
   - load_in_8bit=True, llm_int8_threshold=0.0
   + load_in_8bit=True
+ppo_sentiment.round_frozen_weights: a saved model loses digits
+  math/test_log_probabilities.py::test_what_is_rounded_to_bf16[gpt2]
+  - if not is_saved or
+  + if True or
+ppo_sentiment.save_policy: frozen weights are saved in bf16
+  math/test_log_probabilities.py::test_frozen_weights_in_bf16_change_no_bit[shared layers-llama]
+  - policy.float()
+  + policy.eval()
 ppo_sentiment.save_policy: an adapter is merged into 8-bit weights (KeyError)
   runs/test_ppo_sentiment.py::test_lora_on_a_base_in_8_bit
-  -  and not getattr(policy, "is_quantized", False)
-  +
+  - if not getattr(policy, "is_quantized", False)
+  + if True
 rloo_tldr.ask_chat_model: the chat judge reads a list of messages
   runs/test_evaluation_rloo.py::test_a_chat_judge_reads_the_text_of_a_chat
   - post=plain_text(post["prompt"])

@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass, replace
 
 import pytest
+import torch
 import transformers
 from conftest import ACTS, RL, ROOT
 from run_tools import ALL, flags_of, one_line, reward_file, script_words, spy, start_process, write_rows
@@ -274,6 +275,19 @@ def test_in_a_shell(small, tmp_path):
     [line] = errors.splitlines()
     assert line.startswith("ppo_sentiment.py: --reward-label splendid")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_out_of_memory(scripts, monkeypatch, name):
+    """After the traceback comes a line that names the flags to halve."""
+
+    def train(args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(scripts[name], "train", train)
+    with pytest.raises(torch.OutOfMemoryError) as error:
+        scripts[name].main([])
+    assert "halve --per-device-train-batch-size" in error.value.__notes__[0]
 
 
 @pytest.mark.parametrize("name", [*ALL, "ppo_minimal"])

@@ -11,6 +11,7 @@ import torch
 import transformers
 from conftest import ARCHITECTURES, CONTEXT, HYBRIDS
 from math_tools import close, logprobs_alone, normal, padded_batch, random_ids, random_model, response_part
+from safetensors.torch import load_file
 
 import ppo_dialog as dialog
 import ppo_sentiment as ppo
@@ -19,6 +20,7 @@ import rloo_tldr as rloo
 every_architecture = pytest.mark.parametrize("arch", [*ARCHITECTURES, *HYBRIDS])
 each_check = pytest.mark.parametrize("check", [ppo.check_model, rloo.check_model, dialog.check_model])
 near = dict(rtol=0, atol=1e-5)
+LORA = dict(lora_r=4, lora_target_modules="all-linear")
 
 
 # ---- Padding -----------------------------------------------------------------------------------------------
@@ -213,9 +215,10 @@ def test_a_critic_must_have_the_vocabulary_of_the_policy(tiny_lm, tmp_path):
     other.resize_token_embeddings(other.config.vocab_size + 8)
     other.save_pretrained(tmp_path)
     args = ppo.Args(dtype="float32", model_name_or_path=tiny_lm(), value_model_path=tiny_lm("llama"))
-    ppo.load_policy_and_value(args, "cpu")
+    device = torch.device("cpu")
+    ppo.load_policy_and_value(args, device)
     with pytest.raises(ppo.UserError, match="it has another vocabulary"):
-        ppo.load_policy_and_value(dataclasses.replace(args, value_model_path=str(tmp_path)), "cpu")
+        ppo.load_policy_and_value(dataclasses.replace(args, value_model_path=str(tmp_path)), device)
 
 
 # ---- References: LoRA and shared layers --------------------------------------------------------------------
@@ -223,8 +226,9 @@ def test_a_critic_must_have_the_vocabulary_of_the_policy(tiny_lm, tmp_path):
 
 def policy_and_reference(folder, **flags):
     args = ppo.Args(dtype="float32", **flags)
-    policy = ppo.load_policy(args, folder, "cpu")
-    return policy, ppo.load_reference(args, policy, folder, "cpu")
+    device = torch.device("cpu")
+    policy = ppo.load_policy(args, folder, device)
+    return policy, ppo.load_reference(args, policy, folder, device)
 
 
 @torch.no_grad()
@@ -298,6 +302,57 @@ def test_shared_layers_stay_and_the_reference_with_them(tiny_lm, language_model,
     assert in_reference - in_policy
     assert not ppo.trainable(reference)
     assert_only_the_policy_moves(policy, reference, expected_logprobs(language_model(arch))[0])
+
+
+def in_bf16(model):
+    """The names of the weights in bf16."""
+    return {name for name, p in model.named_parameters() if p.dtype == torch.bfloat16}
+
+
+@every_architecture
+@pytest.mark.parametrize("flags", [LORA, dict(num_shared_layers=1)], ids=["LoRA", "shared layers"])
+def test_frozen_weights_in_bf16_change_no_bit(language_model, tiny_lm, tmp_path, arch, flags):
+    """Under autocast: log-probabilities, gradients, and what is saved, for a checkpoint in bf16."""
+    folder = tmp_path / "checkpoint"
+    copy.deepcopy(language_model(arch)).bfloat16().save_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny_lm())
+    ids, mask, _, T = padded_batch()
+    results = []
+    for name in ("plain", "rounded"):
+        torch.manual_seed(0)
+        policy = ppo.load_policy(ppo.Args(dtype="float32", **flags), folder, torch.device("cpu"))
+        disturb(policy)
+        if name == "rounded":
+            ppo.round_frozen_weights(policy, is_saved=True)
+            assert in_bf16(policy) and not in_bf16(policy) & ppo.trainable(policy).keys()
+            assert policy.get_output_embeddings().weight.dtype is torch.float32
+        with torch.autocast("cpu", torch.bfloat16):
+            logprobs, entropies, _ = ppo.response_logprobs(policy, ids, mask, T, 1.0)
+        (logprobs.sum() + entropies.sum()).backward()
+        gradients = {key: p.grad for key, p in ppo.trainable(policy).items()}
+        ppo.save_policy(policy, tokenizer, tmp_path / name)
+        saved = load_file(tmp_path / name / "model.safetensors")
+        results.append({"logprobs": logprobs} | gradients | saved)
+    plain, rounded = results
+    assert plain.keys() == rounded.keys()
+    for key in plain:
+        assert torch.equal(plain[key], rounded[key]) and rounded[key].dtype is torch.float32, key
+
+
+@every_architecture
+def test_what_is_rounded_to_bf16(tiny_lm, arch):
+    """A reference is never saved, so all its layers are rounded. A policy keeps what bf16 would change."""
+    cpu, references = torch.device("cpu"), []
+    for dtype in ("float32", "bfloat16"):
+        args = ppo.Args(dtype=dtype)
+        references.append(ppo.load_reference(args, None, tiny_lm(arch), cpu))
+    assert not in_bf16(references[0]) and in_bf16(references[1])
+    with torch.autocast("cpu", torch.bfloat16):
+        plain, rounded = [both_logprobs(reference, reference)[0] for reference in references]
+    assert torch.equal(plain, rounded)
+    policy = ppo.load_policy(ppo.Args(**LORA), tiny_lm(arch), cpu)
+    ppo.round_frozen_weights(policy, is_saved=True)
+    assert not in_bf16(policy)
 
 
 @pytest.mark.parametrize("rank", [0, 4])

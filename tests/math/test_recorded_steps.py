@@ -126,6 +126,26 @@ def test_what_cannot_be_recorded(tiny_lm, monkeypatch, arch, expected):
     assert script.can_be_recorded(model, cache) == expected
 
 
+NEEDS_THE_CPU = {
+    "llama": dict(rope_parameters=dict(rope_type="dynamic", factor=2.0, rope_theta=1e4)),
+    "falcon": dict(),
+    "mixtral": dict(sliding_window=None),
+}
+
+
+@pytest.mark.parametrize("kind", NEEDS_THE_CPU)
+def test_steps_that_need_the_cpu_are_not_recorded(emulated, monkeypatch, kind):
+    """A recording would fail. transformers can compile these models, but its compiler moves such lines."""
+    model = random_model(kind, vocab_size=1024, **NEEDS_THE_CPU[kind]).eval()
+    with pytest.raises(AssertionError, match="while recording"):
+        generated("recorded", model)
+    generated("one token", model)
+    cache = transformers.DynamicCache(config=model.config)
+    monkeypatch.setattr(transformers.PreTrainedModel, "device", torch.device("cuda"))
+    assert model.base_model._can_compile_fullgraph
+    assert not rloo_tldr.can_be_recorded(model, cache)
+
+
 def test_fused_norms_are_the_same(tiny_lm):
     """load_model replaces RMSNorm by torch's. On a CPU the bits are the same, gradients up to rounding."""
     folder = tiny_lm("qwen2")

@@ -5,6 +5,7 @@ Some tests also run the other RL scripts, where all must behave alike.
 
 import math
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import transformers
 from conftest import EOS, RL
 from run_tools import (
     ALL,
+    assert_same_run,
     distance,
     eos_prone,
     rows_of,
@@ -250,6 +252,31 @@ def test_bf16_in_the_whole_run(scripts, small, monkeypatch, name):
     monkeypatch.setattr(script, "hidden_states", recorded)
     script.train(small(name, dtype="bfloat16"))
     assert len(seen) > 20 and all(seen)
+
+
+@pytest.mark.parametrize("name, lora_r", [*((name, 4) for name in ALL), *((name, 0) for name in RL)])
+def test_weights_rounded_in_advance_change_no_bit(scripts, small, world, monkeypatch, tmp_path, name, lora_r):
+    """With and without round_frozen_weights, a run in bf16 is the same: LoRA, references, reward models."""
+    script = scripts[name]
+    args = small(name, "rounded", dtype="bfloat16", lora_r=lora_r)
+    # A checkpoint in bf16. For a reward model, not BERT, which runs in fp32.
+    start = world.lm() if name == "reward_model" else args.model_name_or_path
+    base = AutoModelForCausalLM.from_pretrained(start, dtype=torch.bfloat16)
+    base.save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(start).save_pretrained(tmp_path / "base")
+    args.model_name_or_path = str(tmp_path / "base")
+    round_frozen_weights, counts = script.round_frozen_weights, []
+
+    def counted(model, is_saved):
+        round_frozen_weights(model, is_saved)
+        counts.append(sum(p.dtype == torch.bfloat16 for p in model.parameters()))
+
+    monkeypatch.setattr(script, "round_frozen_weights", counted)
+    script.train(args)
+    assert any(counts)
+    monkeypatch.setattr(script, "round_frozen_weights", lambda model, is_saved: None)
+    script.train(replace(args, output_dir=str(tmp_path / "plain")))
+    assert_same_run(tmp_path / "plain", tmp_path / "rounded")
 
 
 def test_dtype_auto_wants_hardware_for_bf16(script, monkeypatch):

@@ -8,6 +8,7 @@ import sys
 
 import accelerate
 import pytest
+import torch
 from run_tools import (
     ROOT,
     distance,
@@ -24,6 +25,7 @@ from run_tools import (
     weights,
 )
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
 pytestmark = pytest.mark.xdist_group("processes")  # one worker runs them all, so they start only once
@@ -116,6 +118,18 @@ JOBS = {  # name -> script, flags; at least two updates each. Names in capital l
             gradient_accumulation_steps=2,
         ),
     ),
+    "bf16 adapter": (  # frozen weights are stored in bf16, but not those that are sharded
+        "sft",
+        dict(
+            model_name_or_path="BF16",
+            dtype="bfloat16",
+            lora_r=4,
+            lora_target_modules="all-linear",
+            num_train_rows=16,
+            num_eval_prompts=7,
+            gradient_accumulation_steps=2,
+        ),
+    ),
 }
 
 SCORE = "return [float(len(r) % 7) - 3 for r in completions]"
@@ -186,6 +200,7 @@ def make_job(scripts, world, tiny_lm, talker, tmp_path_factory):
         "TALKER": talker.model,
         "TALKER DATA": talker.data,
         "LLAMA": tiny_lm("llama"),
+        "BF16": bf16_copy(tiny_lm("llama"), functions.with_name("bf16")),
         "LM": tiny_lm(),
         "ENDING": eos_prone(tiny_lm, functions.with_name("ending")),  # responses of different lengths
         "PAIRS": world.pairs,
@@ -202,6 +217,13 @@ def make_job(scripts, world, tiny_lm, talker, tmp_path_factory):
         return maker(scripts, world, root)(script, name, **flags)
 
     return make
+
+
+def bf16_copy(source, folder):
+    """The checkpoint of a model in bf16. -> its folder, a str"""
+    AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture(scope="module")
@@ -351,6 +373,37 @@ def test_signal_and_resume(two, kind):
     assert [row["update"] for row in rows_of(root / "stopped")] == [1, 2, 3]
     assert timeless(rows_of(root / "stopped")) == timeless(rows_of(root / "straight"))
     assert same(weights(root / "stopped/model"), weights(root / "straight/model"))
+
+
+GRADIENTS = f"""import json, os, sys, torch
+sys.path.insert(0, {str(ROOT)!r})
+import ppo_sentiment as script
+
+args = script.Args(gradient_accumulation_steps=2)
+accelerator = script.start_accelerator(args)
+learner, optimizer = script.make_learner(torch.nn.Linear(3, 1), args, accelerator)
+are_views = []
+for micro_batch in range(8):
+    with accelerator.accumulate(learner):
+        accelerator.backward(learner(torch.ones(2, 3)).sum())
+    are_views.append(all(p.grad._is_view() for p in learner.parameters()))
+    optimizer.step()
+    optimizer.zero_grad()
+with open("are_views." + os.environ["RANK"], "w") as file:
+    json.dump(are_views, file)
+"""
+
+
+def test_ddp_keeps_gradients_once(tmp_path):
+    """From the second optimizer step on, when there are the states of Adam, they are views of buckets."""
+    (tmp_path / "gradients.py").write_text(GRADIENTS)
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    words += ["--master_port", free_port(), "gradients.py"]
+    process = start_process(words, tmp_path, ACCELERATE_USE_CPU="true")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors[-4000:]
+    for rank in range(2):
+        assert json.loads((tmp_path / f"are_views.{rank}").read_text()) == [False] + 7 * [True]
 
 
 def test_one_process_continues_a_run_of_two(scripts, two):
