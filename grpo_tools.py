@@ -1626,6 +1626,8 @@ class TurnFormat:
         if self.end not in self.stops:
             end = tokenizer.decode(self.end)
             raise UserError(f"the chat template ends a turn with {end!r}, which must be a stop token")
+        if self.ids_after_text(["1"]) == self.ids_after_text(["2"]):
+            raise UserError("the chat template does not write the results of tools")
 
     def ids_after_text(self, results):
         """The token ids after the assistant's text: the end of the turn, the results, the next header."""

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import tokenizers
+import torch
 import transformers
 from conftest import GROUPS, byte_level_tokenizer, random_lm, save
 from run_tools import reward_file, rows_of, spy, write_rows
@@ -590,3 +591,58 @@ def test_preferences_between_chats(scripts, family):
     for text, turns in zip(ids[0], [TURNS, (*TURNS[:3], worse)]):
         assert tokenizer.decode(text) == tokenizer.apply_chat_template(chat(*turns), tokenize=False)
         assert text.count(tokenizer.bos_token_id) == (FAMILIES[family][0] is not None)
+
+
+# ---- Turns of a model that calls tools ---------------------------------------------------------------------
+
+
+def turn_format(scripts, tokenizer, end):
+    """What grpo_tools.py knows about a chat template whose turns end with this token."""
+    return scripts["grpo_tools"].TurnFormat(tokenizer, torch.tensor([tokenizer.convert_tokens_to_ids(end)]))
+
+
+@pytest.mark.parametrize("family", ["qwen2_5", "qwen3"])
+@pytest.mark.parametrize("results", [["72"], ["72", ""], ["error: KeyError: 'x'", " 5\n", "<b>"]])
+def test_results_of_tools_are_those_of_the_template(scripts, family, results):
+    """What is appended is the difference of two renderings, as ids: with results and without."""
+    tokenizer = build_tokenizer(family)
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    begun = chat((USER, "What is 8 * 9?"))
+    before = tokenizer.apply_chat_template(begun, tokenize=False, add_generation_prompt=True)
+    before += call + "<|im_end|>"
+    whole = begun + chat((ASSISTANT, call), *(("tool", result) for result in results))
+    after = tokenizer.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
+    assert after.startswith(before)
+    ids, all_ids = tokenizer(before).input_ids, tokenizer(after).input_ids
+    assert all_ids[: len(ids)] == ids
+    ours = turn_format(scripts, tokenizer, "<|im_end|>")
+    assert ours.after_calls(results) == all_ids[len(ids) :]
+    assert ours.end == ids[-1]
+    assert ours.text_of_turn(tokenizer(call + "<|im_end|>").input_ids) == (call, True)
+    assert ours.text_of_turn(tokenizer(call).input_ids) == (call, False)
+
+
+EACH = "{% for m in messages %}"
+REFUSED = {  # template -> the message
+    "{% for m in messages if m.role != 'assistant' %}{{ m.content }}<|im_end|>": "changes or drops",
+    EACH + "{{ m.content[:3] }}<|im_end|>": "changes or drops",
+    EACH + "{{ m.content }}{{ m.content }}<|im_end|>": "changes or drops",
+    EACH + "{{ m.content }}\n<|im_end|>": "ends a turn with",
+    "{% for m in messages if m.role != 'tool' %}{{ m.content }}<|im_end|>": "does not write the results",
+}
+
+
+@pytest.mark.parametrize(
+    "template, message", REFUSED.items(), ids=["drops", "cuts", "twice", "end", "no results"]
+)
+def test_templates_that_do_not_keep_turns_are_refused(scripts, capsys, monkeypatch, template, message):
+    """In one line, before anything is sampled."""
+    tokenizer = build_tokenizer("qwen2_5")
+    tokenizer.chat_template = template + "{% endfor %}"
+    module = scripts["grpo_tools"]
+    monkeypatch.setattr(module, "train", lambda args: turn_format(scripts, tokenizer, "<|im_end|>"))
+    with pytest.raises(SystemExit) as end:
+        module.main([])
+    assert end.value.code == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert message in line

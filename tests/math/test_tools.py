@@ -8,50 +8,55 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT
+from run_tools import spy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+pytest_plugins = ["run_fixtures"]
 script = pytest.importorskip("grpo_tools")
 MODEL = str(ROOT / "checkpoints/tools-sft")
 TASKS = [json.loads(line) for line in (ROOT / "data/calculator/test.jsonl").read_text().splitlines()[:6]]
 ARGS = script.replace(script.RECIPES["tiny"], num_generations=4, response_length=56, temperature=1.3)
 
 
+def task(tokenizer, messages, **columns):
+    """An example for draw_batch."""
+    ids = script.tokenize_prompt(tokenizer, messages)
+    return dict(ids=ids, prompt=messages, columns=columns)
+
+
 @pytest.fixture(scope="module")
-def rolled_out():
-    """24 trajectories of the fine-tuned model at a high temperature, so that they differ in their turns."""
-    tokenizer, policy = (
-        AutoTokenizer.from_pretrained(MODEL),
-        AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32),
-    )
-    make_tools, schemas = script.load_tools(ARGS)
+def parts():
+    """The fine-tuned model and all that its rollouts need."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    policy = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    make_tools, _ = script.load_tools(ARGS)
     stop_ids = script.find_stop_tokens(ARGS, tokenizer, policy)
     turn_format = script.TurnFormat(tokenizer, stop_ids)
-    examples = []
-    for row in TASKS:
-        ids = script.tokenize_prompt(tokenizer, row["prompt"])
-        examples.append(dict(ids=ids, prompt=row["prompt"], columns=row))
+    examples = [task(tokenizer, row["prompt"], **row) for row in TASKS]
     batch = script.draw_batch(examples, 4, ARGS, "test")
-    with torch.no_grad():
-        trajectories = script.write_trajectories(
-            policy, tokenizer, turn_format, make_tools, stop_ids, batch, ARGS
-        )
-
-    def get_scores(trajectories):
-        return {"reward": torch.arange(len(trajectories)) % 3.0}
-
-    inputs = policy, tokenizer, turn_format, make_tools, stop_ids, get_scores, batch, ARGS
-    b, responses = script.sample_responses(*inputs)
+    inputs = policy, tokenizer, turn_format, make_tools, stop_ids
     return SimpleNamespace(
         policy=policy,
         tokenizer=tokenizer,
-        trajectories=trajectories,
-        batch=batch,
-        b=b,
-        responses=responses,
         turn_format=turn_format,
-        make_tools=make_tools,
         stop_ids=stop_ids,
+        batch=batch,
+        inputs=inputs,
     )
+
+
+def numbered_scores(trajectories):
+    """Some rewards."""
+    return {"reward": torch.arange(len(trajectories)) % 3.0}
+
+
+@pytest.fixture(scope="module")
+def rolled_out(parts):
+    """24 trajectories of the fine-tuned model at a high temperature, so that they differ in their turns."""
+    with torch.no_grad():
+        trajectories = script.write_trajectories(*parts.inputs, parts.batch, ARGS)
+    b, responses = script.sample_responses(*parts.inputs, numbered_scores, parts.batch, ARGS)
+    return SimpleNamespace(**vars(parts), trajectories=trajectories, b=b, responses=responses)
 
 
 def test_the_trajectories_have_different_numbers_of_turns(rolled_out):
@@ -92,6 +97,83 @@ def test_sampled_marks_what_the_policy_wrote(rolled_out):
         assert x.sampled[-1]
         assert len(x.logprobs) == len(x.tokens) == len(x.sampled)
         assert not any(logprob for logprob, is_sampled in zip(x.logprobs, x.sampled) if not is_sampled)
+
+
+def test_no_turn_is_tokenized_again(parts, monkeypatch):
+    """Each sampled token is in one trajectory, once, even if the tokenizer would write its text otherwise."""
+    rounds = spy(monkeypatch, script, "sample_turns")
+    hot = script.replace(ARGS, temperature=3.0)
+    with torch.no_grad():
+        trajectories = script.write_trajectories(*parts.inputs, parts.batch, hot)
+    written = [tokens for _, turns in rounds for tokens, _ in turns]
+    kept = []
+    for x in trajectories:
+        for is_sampled, run in itertools.groupby(zip(x.tokens, x.sampled), key=lambda pair: pair[1]):
+            kept += [[token for token, _ in run]] * is_sampled
+    assert sorted(kept) == sorted(written)
+    texts = [parts.tokenizer.decode(tokens) for tokens in written]
+    assert any(parts.tokenizer(text).input_ids != tokens for text, tokens in zip(texts, written))
+
+
+def test_earlier_messages_are_not_trained(parts, monkeypatch):
+    """A prompt may hold turns and calls of the assistant. Only the new turns are learned, each one once."""
+    call = '<tool_call>{"name": "calculator", "arguments": {"expression": "2 * 3"}}</tool_call>'
+    turns = [
+        ("user", "What is 2 * 3?"),
+        ("assistant", call),
+        ("tool", "6"),
+        ("assistant", "The answer is 6."),
+    ]
+    earlier = [{"role": role, "content": content} for role, content in turns]
+    examples = [task(parts.tokenizer, earlier + row["prompt"]) for row in TASKS[:2]]
+    examples.append(task(parts.tokenizer, TASKS[2]["prompt"]))
+    rounds = spy(monkeypatch, script, "sample_turns")
+    batch = script.draw_batch(examples, 4, ARGS, "test")
+    b, _ = script.sample_responses(*parts.inputs, numbered_scores, batch, ARGS)
+    written = sorted(token for _, turns in rounds for tokens, _ in turns for token in tokens)
+    learned = b["ids"][:, -ARGS.response_length :][b["sampled"]]
+    assert sorted(learned.tolist()) == written
+    for row, example in zip(b["ids"][::4], examples):
+        ids = example["ids"]
+        assert row[: -ARGS.response_length][-len(ids) :].tolist() == ids
+
+
+def test_attention_reads_all_tokens_of_a_trajectory(rolled_out):
+    """What the tools wrote, and tokens with the id of the padding; nothing after the end."""
+    b, C = rolled_out.b, rolled_out.b["ids"].shape[1] - ARGS.response_length
+    for row, x in zip(b["mask"], rolled_out.trajectories, strict=True):
+        width = len(x.example["ids"])
+        assert row.tolist() == [i >= C - width and i < C + len(x.tokens) for i in range(len(row))]
+
+
+def test_a_turn_does_not_depend_on_the_other_texts(parts):
+    """Nor on their number. Some begin with token 0, which is also the padding of a batch."""
+    assert parts.tokenizer.pad_token_id == 0
+    prompts = [example["ids"] for example in parts.batch["examples"]]
+    texts = [prompts[0], [0, 0, *prompts[1]], [*prompts[2], *prompts[3]], [0, *prompts[4]]]
+    uniforms = [parts.batch["uniforms"][i, 0, : 12 + 9 * i] for i in range(4)]
+
+    def sample(rows, **changes):
+        inputs = [texts[i] for i in rows], [uniforms[i] for i in rows], parts.stop_ids
+        with torch.no_grad():
+            return script.sample_turns(parts.policy, *inputs, script.replace(ARGS, **changes))
+
+    together = sample(range(4))
+    for turns in (
+        sample([0]) + sample([1]) + sample([2]) + sample([3]),
+        sample(range(4), local_rollout_forward_batch_size=1),
+    ):
+        assert [tokens for tokens, _ in turns] == [tokens for tokens, _ in together]
+        for (_, one), (_, other) in zip(turns, together):
+            assert one == pytest.approx(other, abs=1e-4)
+    lengths = [len(tokens) for tokens, _ in together]
+    assert all(length <= 12 + 9 * i for i, length in enumerate(lengths)) and lengths[0] == 12
+
+    for (tokens, logprobs), text in zip(together, texts):
+        with torch.no_grad():
+            logits = parts.policy(torch.tensor([text + tokens])).logits[0, len(text) - 1 : -1]
+        logp = (logits / ARGS.temperature).log_softmax(-1)
+        assert logp[range(len(tokens)), tokens].tolist() == pytest.approx(logprobs, abs=1e-4)
 
 
 def plain_loss(model, rolled_out, advantages, temperature):
@@ -323,3 +405,221 @@ def test_the_calls_of_a_turn_share_the_time():
     call = json.dumps({"name": "nap", "arguments": {}})
     [results] = script.call_tools([trajectory_with(dict(nap=nap), call, call)], 1.0)
     assert results == ["awake", "error: no result after 1 seconds"]
+
+
+def test_what_counts_as_failed(monkeypatch):
+    """A result that begins with "error: ", whoever wrote it; not each result with that word."""
+    results = iter(["no error: 0", "error: none"])
+    x = trajectory_with(dict(f=lambda: next(results)), *2 * ['{"name": "f", "arguments": {}}'])
+    assert list(script.call_tools([x], 10)) == [["no error: 0", "error: none"]]
+    assert (x.num_calls, x.num_failures) == (2, 1)
+
+
+def test_a_result_that_comes_too_late_is_dropped():
+    """The policy has read an error, and the tool that goes on cannot change that."""
+
+    def nap():
+        time.sleep(0.6)
+        return "awake"
+
+    x = trajectory_with(dict(nap=nap), '{"name": "nap", "arguments": {}}')
+    [results] = script.call_tools([x], 0.2)
+    assert "no result after 0.2 seconds" in results[0]
+    time.sleep(0.8)
+    assert len(results) == 1 and x.num_failures == 1
+
+
+def test_the_time_limit_is_that_of_all_trajectories():
+    """Several tools that hang are waited for once, not one after the other."""
+    rows = [trajectory_with(dict(nap=lambda: time.sleep(30)), '{"name": "nap", "arguments": {}}')] * 5
+    start = time.time()
+    assert len(list(script.call_tools(rows, 0.5))) == 5
+    assert time.time() - start < 1.5
+
+
+# ---- The loop over turns -----------------------------------------------------------------------------------
+
+
+END = "<|im_end|>"
+TEXT = " ".join(map(str, range(50)))
+CALL = '<tool_call>{"name": "echo", "arguments": {"text": "12"}}</tool_call>'
+TOLD = (
+    "\n<|im_start|>tool\n12<|im_end|>\n<|im_start|>assistant\n"  # what the template writes after CALL + END
+)
+
+
+@pytest.fixture
+def play(parts, monkeypatch):
+    """play(*turns, tools, **flags) -> the trajectory of a policy that writes these turns; what it read, with
+    the random numbers that it got, before each; the random numbers of the trajectory"""
+    tokenizer = parts.tokenizer
+
+    def echo(text):
+        return text
+
+    def run(*turns, tools=None, **flags):
+        args = script.replace(ARGS, num_generations=1, **flags)
+        coming, read = iter(turns), []
+
+        def sample_turns(policy, texts, uniforms, *rest):
+            [text], [numbers] = texts, uniforms
+            read.append((tokenizer.decode(text), numbers.tolist()))
+            tokens = tokenizer(next(coming)).input_ids[: len(numbers)]
+            return [(tokens, len(tokens) * [-1.0])]
+
+        monkeypatch.setattr(script, "sample_turns", sample_turns)
+        batch = script.draw_batch(parts.batch["examples"][:1], 1, args, "test")
+        inputs = None, tokenizer, parts.turn_format, lambda columns: (tools or dict(echo=echo), None)
+        [x] = script.write_trajectories(*inputs, parts.stop_ids, batch, args)
+        return x, read, batch["uniforms"][0, 0].tolist()
+
+    run.length = lambda text: len(tokenizer(text).input_ids)
+    return run
+
+
+def test_a_turn_goes_on_after_the_result(parts, play):
+    """The policy reads all tokens so far, and has the random numbers of its own positions."""
+    x, read, uniforms = play(CALL + END, "72" + END)
+    prompt = parts.tokenizer.decode(x.example["ids"])
+    assert [text for text, _ in read] == [prompt, prompt + CALL + END + TOLD]
+    start = play.length(CALL + END + TOLD)
+    assert read[0][1] == uniforms and read[1][1] == uniforms[start:]
+    assert parts.tokenizer.decode(x.tokens) == CALL + END + TOLD + "72" + END
+    assert [m["role"] for m in x.messages] == ["assistant", "tool", "assistant"]
+    assert [m["content"] for m in x.messages] == [CALL, "12", "72"]
+    assert x.has_ended and (x.num_turns, x.num_calls, x.num_failures) == (2, 1, 0)
+
+
+def test_a_result_must_leave_room_for_a_token(play):
+    """Otherwise the trajectory ends with the call, and has no answer."""
+    full = play.length(CALL + END + TOLD)
+    x, read, _ = play(CALL + END, "72" + END, response_length=full + 1)
+    assert len(x.tokens) == full + 1 and len(read) == 2 and not x.has_ended
+    x, read, _ = play(CALL + END, "72" + END, response_length=full)
+    assert len(x.tokens) == play.length(CALL + END) and len(read) == 1 and not x.has_ended
+    assert len(x.messages) == 1 and all(x.sampled) and x.num_calls == 1
+
+
+def test_the_last_turn(play):
+    """Its call is made, which may matter for an environment, but there is no turn to read the result."""
+    x, read, _ = play(*3 * [CALL + END], max_turns=2, response_length=200)
+    assert len(read) == x.num_turns == x.num_calls == 2
+    assert not x.has_ended and x.sampled[-1]
+    assert [m["role"] for m in x.messages] == ["assistant", "tool", "assistant"]
+
+
+def test_a_turn_that_is_cut_off(play):
+    """Its call is not made, and no end of the turn is added that the policy did not write."""
+    room = play.length(CALL)
+    x, read, _ = play(CALL + END, "72" + END, response_length=room)
+    assert len(x.tokens) == room and len(read) == 1 and x.num_calls == 0 and not x.has_ended
+    x, _, _ = play("The answer is 72." + END, response_length=3)
+    assert len(x.tokens) == 3 and not x.has_ended
+    x, _, _ = play("The answer is 72." + END)
+    assert x.has_ended and x.num_calls == 0
+
+
+def test_a_long_result_is_cut(parts, play):
+    """The first --max-tool-tokens tokens, for the policy and for reward functions."""
+    x, read, _ = play(CALL + END, "72" + END, tools=dict(echo=lambda text: TEXT), max_tool_tokens=5)
+    tokens = parts.tokenizer(TEXT).input_ids
+    assert x.messages[1]["content"] == parts.tokenizer.decode(tokens[:5]) and TEXT.startswith(
+        x.messages[1]["content"]
+    )
+    assert read[1][0].endswith(TOLD.replace("12", x.messages[1]["content"]))
+    x, _, _ = play(CALL + END, "72" + END, tools=dict(echo=lambda text: "6 7"), max_tool_tokens=5)
+    assert x.messages[1]["content"] == "6 7"
+
+
+# ---- Environments and rewards ------------------------------------------------------------------------------
+
+
+COUNTER = '''
+class Counter:
+    step = 1
+
+    def reset(self, start, **columns):
+        self.count = start
+
+    def add(self, number: int) -> str:
+        """Add.
+
+        Args:
+            number: a number
+        """
+        self.count += number
+        return str(self.count)
+
+    def _hidden(self):
+        pass
+
+    def get_reward(self):
+        return self.count
+
+
+def length(completions, environments, completion_ids, start, **columns):
+    for messages, environment, n in zip(completions, environments, start):
+        assert len(messages) == 1 + 2 * (environment.count - n)
+    assert [messages[-1]["content"] for messages in completions] == len(start) * ["done"]
+    return [len(ids) for ids in completion_ids]
+
+
+def say(text: str) -> str:
+    """Say.
+
+    Args:
+        text: a text
+    """
+    return text
+'''
+
+
+@pytest.fixture
+def counter(tmp_path):
+    """Args with an environment that counts."""
+    (tmp_path / "counter.py").write_text(COUNTER)
+    return script.replace(
+        ARGS,
+        tools=[f"{tmp_path}/counter.py:say"],
+        environment=f"{tmp_path}/counter.py:Counter",
+        reward_fn=[f"{tmp_path}/counter.py:length"],
+        response_length=200,
+        max_turns=6,
+    )
+
+
+def test_the_tools_of_an_environment(counter):
+    """Its public methods but reset and get_reward, and the functions of --tools."""
+    make_tools, schemas = script.load_tools(counter)
+    assert [schema["function"]["name"] for schema in schemas] == ["say", "add"]
+    tools, environment = make_tools(dict(start=4))
+    assert list(tools) == ["say", "add"]
+    assert tools["add"](2) == "6" and environment.get_reward() == 6
+
+
+def test_each_trajectory_has_its_own_environment(parts, counter, monkeypatch):
+    """It is set to the columns of its task, keeps its state between turns, and has its own reward."""
+    tokenizer = parts.tokenizer
+    call = '<tool_call>{"name": "add", "arguments": {"number": 1}}</tool_call><|im_end|>'
+
+    def sample_turns(policy, texts, uniforms, *rest):
+        """The first of those that still write is done, and the others call."""
+        written = ["done<|im_end|>", *(len(uniforms) - 1) * [call]]
+        tokens = [tokenizer(text).input_ids for text in written]
+        return [(ids, len(ids) * [0.0]) for ids in tokens]
+
+    monkeypatch.setattr(script, "sample_turns", sample_turns)
+    make_tools, _ = script.load_tools(counter)
+    examples = [
+        dict(parts.batch["examples"][i], columns=dict(start=start)) for i, start in ((0, 10), (1, 20))
+    ]
+    batch = script.draw_batch(examples, 3, counter, "test")
+    trainer_state = SimpleNamespace(global_step=0)
+    get_scores = script.load_reward(counter, trainer_state, torch.device("cpu"))
+    inputs = None, tokenizer, parts.turn_format, make_tools, parts.stop_ids
+    trajectories = script.write_trajectories(*inputs, batch, counter)
+    scores = get_scores(trajectories)
+    assert scores["environment"].tolist() == [10, 11, 12, 23, 24, 25]
+    assert scores["length"].tolist() == [len(x.tokens) for x in trajectories]
+    assert list(scores) == ["length", "environment"]
+    assert [x.messages[1]["content"] for x in trajectories[1:]] == ["11", "11", "21", "21", "21"]
