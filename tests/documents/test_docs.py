@@ -402,6 +402,18 @@ def test_the_tables_and_numbers_of_your_data_are_those_of_the_files():
     for quoted, answers in ((r'are broken: "(.*?)"', last), (r'the model answers: "(.*?)"', far)):
         assert re.search(quoted, page)[1] in [row["after"].strip() for row in answers]
 
+    best_to_last, best_kls, late = [], [], []
+    for name in ("rloo-kl0", "rloo-kl0-seed2", "rloo-kl0-seed3"):
+        rows = program.read_rows(program.RUNS / name, "metrics.jsonl")
+        points = [(x["eval/KL, nats per response"], x["eval/win rate"]) for x in rows if "eval/win rate" in x]
+        best_kl, best = max(points, key=lambda point: point[1])
+        best_kls.append(round(best_kl))
+        late += [best - win for kl, win in points if kl >= 15]
+        best_to_last.append(f"from {best:.2f} to {program.evaluation(name)['after']['win rate']:.2f}")
+    assert f"the win rate falls {best_to_last[1]} and {best_to_last[2]}" in page
+    assert (min(best_kls), max(best_kls)) == (4, 6) and min(late) > 0.1
+    assert "the win rate is best at 4 to 6 nats, and lower at 15 and above" in page
+
     rows = program.read_rows(program.RUNS / "rloo-kl0", "metrics.jsonl")
     best = max((row for row in rows if "eval/win rate" in row), key=lambda row: row["eval/win rate"])
     assert f"is best after update {best['update']}" in page
