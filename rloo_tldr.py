@@ -196,7 +196,14 @@ RECIPES = {
         num_eval_prompts=300,
         num_sample_generations=3,
     ),
-    "tldr-pythia-1b": Args(  # TRL's command, with Adam's epsilon of Huang et al. 2024
+    "pythia-14m": Args(  # TRL's first command, a test only: its reward model has a random head
+        model_name_or_path="EleutherAI/pythia-14m",
+        reward_model_path="EleutherAI/pythia-14m",
+        total_episodes=10_000,
+        per_device_train_batch_size=64,
+        missing_eos_penalty=1.0,
+    ),
+    "tldr-pythia-1b": Args(  # TRL's second command, with Adam's epsilon of Huang et al. 2024
         model_name_or_path="EleutherAI/pythia-1b-deduped",
         sft_model_path="cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr",
         num_ppo_epochs=2,
@@ -1580,10 +1587,12 @@ def load_reward_model(args, name, device):
     """
     config, _ = transformers.PretrainedConfig.get_config_dict(resolve_path(name))
     architectures = config.get("architectures")  # None: a folder with a LoRA adapter
-    if architectures is not None and not any("SequenceClassification" in x for x in architectures):
-        # Its head would be random. reward_model.py makes a reward model of it.
-        raise UserError(f"{name} is a language model: use a reward model (as a judge: or --judge-url)")
-    model = load_model(AutoModelForSequenceClassification, name, num_labels=1)
+    new_head = architectures is not None and not any("SequenceClassification" in x for x in architectures)
+    if new_head and name == args.judge_model and args.judge_url is None:
+        raise UserError(f"--judge-model {name} is a language model: use --judge-url, or a reward model")
+    if new_head:
+        accelerate.PartialState().print(f"{name} is a language model: random reward head, nothing to learn")
+    model = load_model(AutoModelForSequenceClassification, name, new_head, num_labels=1)
     if model.config.model_type in ("xlnet", "ctrl", "modernbert-decoder"):
         raise UserError(f"{name}: {model.config.model_type} reads the last position, which may be padding")
     model.to(device).eval().requires_grad_(False)
