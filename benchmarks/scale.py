@@ -9,7 +9,9 @@ measured runs.
 """
 
 import argparse
+import math
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from typing import Literal, get_args
 
 FP32, BF16, INT8 = 4, 2, 1  # bytes of a number
@@ -18,6 +20,7 @@ GB = 1e9
 USABLE = 0.9  # share of a GPU's memory that a run may plan with: CUDA, NCCL and gaps take the rest
 LOGITS_AT_ONCE = 2**26  # token_logprobs on a GPU
 GPUS = (80, 141)  # GB: an H100 SXM, an H200
+SMALLER_GPUS = (24, 48, 80)  # GB, of the table of long responses: an RTX 4090, an L40S, an H100
 
 
 # ---- Models ------------------------------------------------------------------------------------------------
@@ -25,7 +28,7 @@ GPUS = (80, 141)  # GB: an H100 SXM, an H200
 
 @dataclass
 class Model:
-    family: str  # gpt2, gpt_neox, llama or qwen2 (up to 3B, with one matrix for embeddings and output layer)
+    family: str  # gpt2, gpt_neox, llama or qwen2
     layers: int
     width: int
     heads: int
@@ -33,6 +36,9 @@ class Model:
     mlp_width: int
     vocabulary: int
     positions: int = 0  # learned positions
+    has_own_head: bool = (
+        False  # qwen2: the output layer is not the matrix of the embeddings, as it is up to 3B
+    )
 
     @property
     def is_llama(self):
@@ -73,7 +79,8 @@ class Model:
     @property
     def head(self):
         """Parameters of the output layer, if they are not those of the embeddings."""
-        return 0 if self.family in ("gpt2", "qwen2") else self.vocabulary * self.width
+        shares_embeddings = self.family in ("gpt2", "qwen2") and not self.has_own_head
+        return 0 if shares_embeddings else self.vocabulary * self.width
 
     @property
     def parameters(self):
@@ -85,6 +92,7 @@ MODELS = {
     "qwen2.5-0.5b": Model("qwen2", 24, 896, 14, 2, 4864, 151936),
     "qwen2.5-1.5b": Model("qwen2", 28, 1536, 12, 2, 8960, 151936),
     "qwen2.5-3b": Model("qwen2", 36, 2048, 16, 2, 11008, 151936),
+    "qwen2.5-7b": Model("qwen2", 28, 3584, 28, 4, 18944, 152064, has_own_head=True),
     "pythia-1b": Model("gpt_neox", 16, 2048, 8, 8, 8192, 50304),
     "llama-7b": Model("llama", 32, 4096, 32, 32, 11008, 32000),  # Llama 2
     "llama-70b": Model("llama", 80, 8192, 64, 8, 28672, 128256),  # Llama 3
@@ -102,7 +110,7 @@ class Case:
     algorithm: Literal["ppo", "rloo", "grpo", "sft", "reward_model"] = "rloo"
     gpus: int = 1
     sharding: Literal["ddp", "fsdp2", "zero3"] = "ddp"
-    gpu_memory: int = 80  # 80 or 141 GB
+    gpu_memory: int = 80  # GB
     reward_model: Model | None = None  # None: a function without a model
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     checkpoint: Literal["bfloat16", "float32"] = (
@@ -153,6 +161,11 @@ class Case:
     @property
     def is_rl(self):
         return self.algorithm in ("ppo", "rloo", "grpo")
+
+    @property
+    def shares_prompts(self):
+        """The update reads a prompt once per group. Gradient checkpointing excludes the cache it needs."""
+        return self.algorithm in ("rloo", "grpo") and not self.gradient_checkpointing
 
     @property
     def is_sharded(self):
@@ -286,37 +299,52 @@ def cache_columns(case):
     return case.length + -case.length % 8 if case.is_recorded else case.length - 1
 
 
-def layer_activations(case, rows, tokens):
+def layer_activations(case, rows, tokens, keys):
     """What one layer saves for its backward pass. Attention saves its inputs and its mask, not its matrix.
 
-    Normalization works in fp32. The linear layers and attention save their inputs in bf16.
+    Normalization works in fp32. The linear layers and attention save their inputs in bf16. keys: tokens that
+    attention reads in each row. Their keys and values are repeated for all heads of a group (GQA), because
+    there is a mask.
     """
     m, b = case.model, case.number
     W, M = m.width, m.mlp_width
     if m.family == "gpt2":
         fp32 = 2 * W + 4 + m.heads
-        products = 6 * W + 2 * M + tokens
+        products = 4 * W + 2 * M
+        if keys > tokens:  # the cache has copies of k and v, and q is a view of a tensor with all three
+            products += 2 * W
     elif m.family == "gpt_neox":
         fp32 = W + 4 + m.heads
-        products = 9 * W + 2 * M + tokens
+        products = 7 * W + 2 * M
     else:
         fp32 = 4 * W + 2 + m.heads
         casts = (
             6 if case.dtype == "bfloat16" else 3
         )  # q, k, v, gate and up round their input, each for itself
-        products = (casts + 3) * W + 4 * M + tokens
-    return rows * tokens * (FP32 * fp32 + b * products)
+        products = (casts + 1) * W + 4 * M
+    attention = 2 * W * keys + tokens * keys
+    return rows * (tokens * (FP32 * fp32 + b * products) + b * attention)
+
+
+def prompts_per_pass(case):
+    """Prompts that the update reads in one pass: one per group, or one per response if it cannot share them."""
+    if not case.shares_prompts:
+        return case.per_device_train_batch_size
+    return math.ceil(case.per_device_train_batch_size / case.responses_per_prompt)
 
 
 def activations(case):
     """Of all layers in one forward and backward pass. With checkpointing: each layer's input, and one layer."""
     rows, m = case.per_device_train_batch_size, case.model
-    one_layer = layer_activations(case, rows, case.length)
     layers = m.layers - case.num_shared_layers
     if case.gradient_checkpointing:
         inputs = layers * rows * case.length * m.width * FP32
-        return inputs + one_layer
-    return layers * one_layer
+        return inputs + layer_activations(case, rows, case.length, case.length)
+    if not case.shares_prompts:
+        return layers * layer_activations(case, rows, case.length, case.length)
+    C, T = case.prompt_length, case.response_length
+    prompts = layer_activations(case, prompts_per_pass(case), C, C)
+    return layers * (prompts + layer_activations(case, rows, T, C + T))
 
 
 def one_layer_without_gradient(case, model, tokens):
@@ -399,13 +427,17 @@ def memory(case):
         scoring["one layer of the reward model"] = one_layer_without_gradient(
             case, case.reward_model, rows * case.length
         )
+    # The keys and values with which the responses are read go before the output layer comes.
+    cache = case.shares_prompts * kv_cache(
+        case, case.per_device_train_batch_size, case.length, case.prompt_number
+    )
     update = {
         "gradients": gradients,
         "gathered layers": gathered(case) if case.is_sharded else 0,
         **copies,
         "bf16 copies of frozen weights": bf16_copies_for_backward(case),
         "activations": activations(case),
-        "logits": logits_of_update(case),
+        "logits, or keys and values": max(logits_of_update(case), cache),
     }
     phases = {"always": always, "update": update}
     if case.is_rl:
@@ -530,6 +562,50 @@ def choice_table():
     return markdown(["policy", "GPUs", "80 GB each", "141 GB each"], rows)
 
 
+LONG_SIZES = {"0.5B": "qwen2.5-0.5b", "1.5B": "qwen2.5-1.5b", "3B": "qwen2.5-3b", "7B": "qwen2.5-7b"}
+WEIGHTS = {"": {}, "LoRA": dict(lora_r=16), "LoRA, 8 bit": dict(lora_r=16, load_in_8bit=True)}
+
+
+def grpo_case(size, length, rows, **changes):
+    """GRPO as in the recipes for GSM8K, with rows per pass and responses of this length."""
+    return Case(
+        MODELS[LONG_SIZES[size]],
+        algorithm="grpo",
+        kl_coef=0,
+        responses_per_prompt=8,
+        response_length=length,
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=256 // rows,
+        num_mini_batches=1,
+        **changes,
+    )
+
+
+def choose_rows(size, length, gpu_memory):
+    """The first way that fits: all weights before LoRA, no checkpointing before checkpointing, then many rows
+    per pass before few, and many responses generated at once before few. -> the text of a cell
+    """
+    rows_of = {"": (32, 16, 8), "checkpointing": (32, 16, 8, 4, 2, 1)}  # without it, whole groups
+    for weights, checkpointing in product(WEIGHTS, rows_of):
+        for rows, at_once in product(rows_of[checkpointing], (64, 32, 16, 8)):
+            changes = WEIGHTS[weights] | dict(gradient_checkpointing=bool(checkpointing))
+            changes |= dict(local_rollout_forward_batch_size=at_once, gpu_memory=gpu_memory)
+            case = grpo_case(size, length, rows, **changes)
+            if fits(case):
+                words = [f"{rows} / {at_once}", checkpointing, weights]
+                return ", ".join(word for word in words if word) + f": {peak(case) / GB:.0f} GB"
+    return "does not fit"
+
+
+def long_table():
+    """For each size and length of response: the rows per pass of the update and of the rollout that fit."""
+    rows = []
+    for size, length in product(LONG_SIZES, (512, 2048, 4096)):
+        cells = [choose_rows(size, length, gpu_memory) for gpu_memory in SMALLER_GPUS]
+        rows.append([size, f"{length:,}", *cells])
+    return markdown(["policy", "tokens", *[f"{gpu_memory} GB" for gpu_memory in SMALLER_GPUS]], rows)
+
+
 def parts_table(case):
     """The parts of one case, in GB."""
     rows = []
@@ -543,7 +619,12 @@ def parts_table(case):
 
 
 def print_tables():
-    for title, lines in (("Memory per GPU", memory_table()), ("What to use", choice_table())):
+    tables = {
+        "Memory per GPU": memory_table(),
+        "What to use": choice_table(),
+        "Long responses": long_table(),
+    }
+    for title, lines in tables.items():
         print(f"{title}\n\n" + "\n".join(lines) + "\n")
 
 
@@ -558,7 +639,7 @@ def parse_case(argv):
         elif f.type is bool:
             parser.add_argument(flag, action="store_true")
         elif f.name == "gpu_memory":
-            parser.add_argument(flag, type=int, choices=GPUS, default=f.default)
+            parser.add_argument(flag, type=int, choices={*SMALLER_GPUS, *GPUS}, default=f.default)
         elif get_args(f.type):
             parser.add_argument(flag, choices=get_args(f.type), default=f.default)
         else:

@@ -7,6 +7,7 @@ import io
 import json
 import re
 import sys
+import zipfile
 
 import pytest
 import torch
@@ -39,7 +40,8 @@ def config_of(model):
     else:
         sizes |= dict(intermediate_size=model.mlp_width)
     if model.family in ("llama", "qwen2"):
-        sizes |= dict(num_key_value_heads=model.kv_heads, tie_word_embeddings=model.family == "qwen2")
+        is_tied = model.family == "qwen2" and not model.has_own_head
+        sizes |= dict(num_key_value_heads=model.kv_heads, tie_word_embeddings=is_tied)
     return transformers.AutoConfig.for_model(model.family, **sizes)
 
 
@@ -50,6 +52,7 @@ KNOWN = {
     "qwen2.5-0.5b": 494_032_768,
     "qwen2.5-1.5b": 1_543_714_304,
     "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
     "pythia-1b": 1_011_781_632,
     "llama-7b": 6_738_415_616,
     "llama-70b": 70_553_706_496,
@@ -67,6 +70,45 @@ def test_the_number_of_parameters_is_that_of_transformers(name):
 
 
 # ---- Memory ------------------------------------------------------------------------------------------------
+
+
+def saved_bytes(case, n, k, C, T):
+    """What one pass over n responses, k per prompt, saves for its backward pass, without the weights."""
+    torch.manual_seed(1)
+    lm = transformers.AutoModelForCausalLM.from_config(config_of(case.model))
+    if case.lora_r:
+        lm = grpo.add_lora(lm, grpo.Args(lora_r=case.lora_r))
+    lm.train()
+    prompts = torch.randint(case.model.vocabulary, (n // k, C)).repeat_interleave(k, 0)
+    ids = torch.cat([prompts, torch.randint(case.model.vocabulary, (n, T))], 1)
+    mask = torch.ones(n, C + T, dtype=torch.bool)
+    mask[:, :2] = False  # padding, so that there is a mask
+    storages = {}
+
+    def keep(x):
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    is_bf16 = case.dtype == "bfloat16"
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x), torch.autocast("cpu", enabled=is_bf16):
+        grpo.group_hidden_states(lm, ids, mask, T)
+    for p in lm.parameters():
+        storages.pop(p.untyped_storage().data_ptr(), None)
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("family, tolerance", {"qwen2": 0.06, "gpt_neox": 0.1, "gpt2": 0.2}.items())
+@pytest.mark.parametrize("dtype, lora_r", [("float32", 0), ("bfloat16", 0), ("bfloat16", 16)])
+def test_the_activations_are_what_a_pass_saves(family, tolerance, dtype, lora_r):
+    """Prompts are read once per group, with short and with long responses."""
+    is_gpt2, is_qwen = family == "gpt2", family == "qwen2"
+    model = scale.Model(family, 3, 256, 8, 2 if is_qwen else 8, 1024, 512, 1024 if is_gpt2 else 0)
+    for k, C, T in ((4, 256, 64), (8, 64, 256)):
+        flags = dict(responses_per_prompt=k, prompt_length=C, response_length=T, dtype=dtype, lora_r=lora_r)
+        flags |= dict(checkpoint="float32", per_device_train_batch_size=8)  # the model below is not rounded
+        case = scale.Case(model, algorithm="grpo", kl_coef=0, **flags)
+        computed = scale.activations(case) + scale.bf16_copies(case) + scale.bf16_copies_for_backward(case)
+        assert saved_bytes(case, 8, k, C, T) == pytest.approx(computed, rel=tolerance)
 
 
 def computed_peak(model, row, **changes):
@@ -111,6 +153,26 @@ def test_the_peaks_on_a_gpu_are_as_far_off_as_the_page_says():
     assert f"{min(ratios):.2f} to {max(ratios):.2f} times as much" in " ".join(PAGE.split())
 
 
+def test_the_peak_of_the_recipe_for_gsm8k_is_as_the_page_says():
+    """results/qwen-gsm8k: rows are read as in the recipe, and prompts of a batch are padded to about 200."""
+    with zipfile.ZipFile(ROOT / "results/qwen-gsm8k/seed1.zip") as archive:
+        rows = [json.loads(line) for line in archive.read("metrics.jsonl").splitlines()]
+    measured = max(row["perf/peak_memory_mb"] for row in rows) / 2**10
+    computed = scale.peak(grpo_0_5b(local_rollout_forward_batch_size=1024, prompt_length=200)) / 2**30
+    text = " ".join(PAGE.split())
+    assert f"[needed {measured:.1f} GiB]" in text and f"where {computed:.1f} are computed" in text
+    assert measured == pytest.approx(computed, rel=0.05)
+
+
+def grpo_0_5b(**changes):
+    """The recipe gsm8k-qwen-0.5b, with changes of scale.py's Case."""
+    recipe, case = grpo.RECIPES["gsm8k-qwen-0.5b"], scale.grpo_case("0.5B", 512, 32)
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "response_length", "kl_coef"):
+        assert getattr(case, name) == getattr(recipe, name)
+    at_once = recipe.local_rollout_forward_batch_size
+    return dataclasses.replace(case, **dict(local_rollout_forward_batch_size=at_once) | changes)
+
+
 # ---- The page ----------------------------------------------------------------------------------------------
 
 
@@ -146,6 +208,20 @@ def test_the_command_of_the_recipe_has_its_flags_and_its_memory():
         if name in vars(recipe) and name != "dtype":
             assert getattr(case, field.name) == getattr(recipe, name), name
     assert f"it needs {scale.peak(case) / scale.GB:.0f} GB" in PAGE
+
+
+def test_the_numbers_below_the_table_of_long_responses():
+    text, GB = " ".join(PAGE.split()), scale.GB
+    small = grpo_0_5b(per_device_train_batch_size=8, gradient_accumulation_steps=32, gpu_memory=24)
+    assert scale.fits(small) and f"needs {scale.peak(small) / GB:.0f} GB and gives" in text
+    checkpointing = grpo_0_5b(gradient_checkpointing=True)
+    assert f"instead, the recipe needs {scale.peak(checkpointing) / GB:.0f} GB" in text
+    long = scale.grpo_case("0.5B", 4096, 32)
+    masks = long.model.layers * 32 * 4096 * (512 + 4096) * scale.BF16
+    assert f"need {scale.peak(long) / GB:.0f} GB at 4,096 tokens. {masks / GB:.0f} of them" in text
+    command = re.search(r"`python grpo_math.py (gsm8k-qwen-0.5b --per.*?)`", PAGE)[1].split()
+    args = grpo.parse_args(command)
+    assert args.per_device_train_batch_size == 8 and args.gradient_accumulation_steps == 32
 
 
 def test_the_rule_of_thumb_is_what_fits_80_gb():
