@@ -547,10 +547,11 @@ class Counter:
         self.count += number
         return str(self.count)
 
-    def _hidden(self):
-        pass
+    def _hidden(self) -> str:
+        """Not for the policy."""
 
-    def get_reward(self):
+    def get_reward(self) -> float:
+        """Not for the policy either."""
         return self.count
 
 
