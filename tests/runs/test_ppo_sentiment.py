@@ -128,13 +128,15 @@ def test_responses_keep_their_first_space(ppo, script, metaspace_lm, monkeypatch
     assert any(response.startswith(" ") for response in responses)
 
 
-@pytest.mark.parametrize("script", RL)
+@pytest.mark.parametrize("script", [*RL, "grpo_tools"])
 def test_nothing_after_the_end_is_read(scripts, small, monkeypatch, tiny_lm, tmp_path, script):
     """Traps 4 and 5: put large numbers at all pads in the hidden states. Not a bit changes."""
     module = scripts[script]
     lm = eos_prone(tiny_lm, tmp_path / "lm")
     flags = dict(model_name_or_path=lm, total_episodes=16, seed=2)
-    if script != "grpo_math":
+    if script == "grpo_tools":  # its model writes turns of different lengths
+        del flags["model_name_or_path"]
+    elif script != "grpo_math":
         flags["whiten_rewards"] = True
     _, clean = module.train(small(script, "clean", **flags))
     hidden_states = module.hidden_states
