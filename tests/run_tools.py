@@ -243,6 +243,42 @@ def reward_file(folder, body, name="reward"):
     return [f"{path}:reward"]
 
 
+GUESSES = """
+import random
+
+
+class Guesses:
+    def reset(self, secret, **columns):
+        self.random, self.guesses = random.Random(secret), []
+
+    def guess(self, number: int) -> str:
+        \"""Guess the number.
+
+        Args:
+            number: the guess
+        \"""
+        self.guesses.append(number)
+        return self.random.choice(["higher", "lower"]) if len(self.guesses) < 4 else "right"
+
+    def get_reward(self):
+        return sum(self.guesses) % 7
+"""
+
+
+def guesses(folder):
+    """Flags of a run of grpo_tools.py whose environment has a state and random numbers of its own."""
+    (folder / "guesses.py").write_text(GUESSES)
+    environment = f"{folder}/guesses.py:Guesses"
+    return dict(
+        environment=environment,
+        tools=None,
+        reward_fn=None,
+        dataset_name=str(ROOT / "data/guess"),
+        response_length=48,
+        num_eval_prompts=2,
+    )
+
+
 def write_rows(folder, **splits):
     """A data set: a folder with one jsonl file per split. -> its path, a str"""
     folder.mkdir(parents=True)

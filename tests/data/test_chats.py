@@ -307,7 +307,7 @@ def test_what_ends_a_response(family):
         assert found == sorted({eos, end})
 
 
-@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("name", [*GROUPS, "grpo_tools"])
 def test_a_message_that_the_assistant_has_begun(scripts, family, name):
     """A prompt that ends with it is continued: no end of the turn, and no header of a new one."""
     tokenizer = build_tokenizer(family)
@@ -326,9 +326,9 @@ def test_a_message_that_the_assistant_has_begun(scripts, family, name):
 def load_chats(scripts, name, row, tokenizer):
     """What a script makes of a row with the columns prompt, chosen and rejected."""
     script = scripts[name]
-    if name in ("sft", *GROUPS):
+    if name in ("sft", *GROUPS, "grpo_tools"):
         row = {dict(chosen="completion").get(column, column): x for column, x in row.items()}
-    if name in GROUPS:
+    if name in (*GROUPS, "grpo_tools"):
         return [task["ids"] for task in load_prompts(script, [row], tokenizer)]
     readers = dict(sft="load_documents", reward_model="load_preference_rows", dpo_tldr="load_pairs")
     loaded, _ = getattr(script, readers[name])([row], tokenizer, script.Args())
@@ -341,7 +341,7 @@ CHAT_ROW = {
     "rejected": chat((ASSISTANT, "No idea.")),
 }
 TEXT_ROW = {"prompt": "2 + 3?", "chosen": " 5", "rejected": " 6"}
-CHAT_SCRIPTS = ["sft", "reward_model", "dpo_tldr", *GROUPS]
+CHAT_SCRIPTS = ["sft", "reward_model", "dpo_tldr", *GROUPS, "grpo_tools"]
 TOOL = {"type": "function", "function": {"name": "add"}}
 
 
@@ -501,7 +501,7 @@ def test_options_reach_the_run(scripts, small, monkeypatch, tmp_path, name):
 # ---- What ends a response ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["ppo_sentiment", "dpo_tldr", *GROUPS])
+@pytest.mark.parametrize("name", ["ppo_sentiment", "dpo_tldr", *GROUPS, "grpo_tools"])
 def test_the_end_of_a_turn_is_a_stop_token(scripts, family, name):
     """A base model's generation_config has only the end of a text; its template ends turns with another."""
     tokenizer = build_tokenizer(family)
@@ -527,7 +527,7 @@ def load_prompts(script, rows, tokenizer):
     return script.load_tasks(rows, tokenizer, script.Args(system_prompt=None))
 
 
-@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("name", [*GROUPS, "grpo_tools"])
 def test_the_prompt_of_a_rollout_is_that_of_training(scripts, family, name):
     """Token by token: the prompt with its generation prompt is where the learned turn begins."""
     tokenizer = build_tokenizer(family)

@@ -1236,6 +1236,260 @@ dpo_tldr.check_model: a model is not compared with itself
   runs/test_dpo_tldr.py::test_a_model_with_other_probabilities_is_refused
   - compare_logprobs(lm
   + print(type(lm)
+
+# grpo_tools.py: sampled tokens, turns, tools, environments
+
+grpo_tools.train: the policy learns what the tools wrote (trap 52)
+  runs/test_grpo_tools.py::test_an_update_by_hand
+  - (token_loss * mb_sampled).sum() / num_tokens
+  + token_loss.sum() / num_tokens
+grpo_tools.train: the loss is divided by all tokens (trap 55)
+  runs/test_grpo_tools.py::test_an_update_by_hand
+  - num_tokens = sampled.view(P, k, T)[minibatch].sum()
+  + num_tokens = b["mask"][:, C:].reshape(P, k, T)[minibatch].sum()
+grpo_tools.train: lengths count what the tools wrote (trap 55)
+  runs/test_grpo_tools.py::test_every_number_of_an_update
+  - lengths = sampled.sum(1).float()
+  + lengths = b["lengths"].float()
+grpo_tools.train: means over tokens count what the tools wrote (trap 55)
+  runs/test_grpo_tools.py::test_every_number_of_an_update
+  - metric_sums[name] += (x * mb_sampled).sum()
+  + metric_sums[name] += x.sum()
+grpo_tools.train: the share of failed calls is a mean over trajectories
+  runs/test_grpo_tools.py::test_every_number_of_an_update
+  - b["failures"].sum() / b["calls"].sum().clamp(min=1)
+  + (b["failures"] / b["calls"].clamp(min=1)).mean()
+grpo_tools.train: turns are calls
+  runs/test_grpo_tools.py::test_every_number_of_an_update
+  - b["turns"].mean()
+  + b["calls"].mean() + 1
+grpo_tools.train: samples say that all tokens were sampled
+  runs/test_grpo_tools.py::test_tokens_of_samples
+  - "sampled": sampled[:k]
+  + "sampled": b["mask"][:k, C:]
+grpo_tools.evaluate: the control has tools
+  runs/test_grpo_tools.py::test_the_final_table
+  - one_turn = replace(args, max_turns=1)
+  + one_turn = args
+grpo_tools.evaluate_set: the last reward says what is right
+  runs/test_grpo_tools.py::test_the_final_table
+  - torch.where(first_score.isnan(), score, first_score)
+  + torch.where(score.isnan(), first_score, score)
+grpo_tools.evaluate_set: lengths of the evaluation count what the tools wrote (trap 55)
+  runs/test_grpo_tools.py::test_the_final_table
+  - b["sampled"].sum(1)
+  + b["lengths"]
+grpo_tools.trajectory_metrics: failed calls per trajectory
+  runs/test_grpo_tools.py::test_the_final_table
+  - mean("failures") / max(mean("calls"), 1e-8)
+  + mean("failures")
+grpo_tools.sample_responses: attention does not read what the tools wrote (trap 53)
+  math/test_tools.py::test_attention_reads_all_tokens_of_a_trajectory
+  - valid], 1),
+  + sampled], 1),
+grpo_tools.sample_responses: the update does not see what the sampler saw (trap 53)
+  math/test_tools.py::test_sampling_and_update_agree
+  - valid], 1),
+  + sampled], 1),
+grpo_tools.sample_responses: ends of turns count as padding (trap 54)
+  math/test_tools.py::test_attention_reads_all_tokens_of_a_trajectory
+  - valid], 1),
+  + ~torch.isin(tokens, stop_ids.cpu())], 1),
+grpo_tools.sample_responses: trajectories of other prompts
+  math/test_tools.py::test_earlier_messages_are_not_trained
+  - batch["ids"].repeat_interleave(k, 0)
+  + batch["ids"].repeat(k, 1)
+grpo_tools.sample_responses: a turn that stopped counts as an answer
+  runs/test_grpo_tools.py::test_every_number_of_an_update
+  - x.has_ended for x
+  + x.tokens[-1] in stop_ids for x
+grpo_tools.Trajectory.add: only the last turn is learned (trap 56)
+  math/test_tools.py::test_earlier_messages_are_not_trained
+  - self.sampled += len(tokens)
+  + self.sampled = len(self.sampled) * [False] + len(tokens)
+grpo_tools.Trajectory.add: every token counts as sampled (trap 52)
+  math/test_tools.py::test_sampled_marks_what_the_policy_wrote
+  - [logprobs is not None]
+  + [True]
+grpo_tools.Trajectory.add: the end of a turn is not learned (trap 57)
+  math/test_tools.py::test_earlier_messages_are_not_trained
+  - self.sampled += len(tokens) * [logprobs is not None]
+  + self.sampled += [logprobs is not None and token != 2 for token in tokens]
+grpo_tools.write_trajectories: a turn is tokenized again (trap 51)
+  math/test_tools.py::test_no_turn_is_tokenized_again
+  - x.add(tokens, logprobs)
+  + x.add(tokenizer(tokenizer.decode(tokens), add_special_tokens=False).input_ids, logprobs)
+grpo_tools.write_trajectories: each turn begins with the same random numbers
+  math/test_tools.py::test_a_turn_goes_on_after_the_result
+  - x.uniforms[len(x.tokens) :]
+  + x.uniforms[: len(x.uniforms) - len(x.tokens)]
+grpo_tools.write_trajectories: each turn may be as long as a trajectory
+  math/test_tools.py::test_a_result_must_leave_room_for_a_token
+  - x.uniforms[len(x.tokens) :]
+  + x.uniforms
+grpo_tools.write_trajectories: a result may fill the trajectory (IndexError)
+  math/test_tools.py::test_a_result_must_leave_room_for_a_token
+  - len(x.tokens) + len(tokens) < T
+  + len(x.tokens) + len(tokens) <= T
+grpo_tools.write_trajectories: a result needs no room (IndexError)
+  math/test_tools.py::test_a_result_must_leave_room_for_a_token
+  - len(x.tokens) + len(tokens) < T and
+  +
+grpo_tools.write_trajectories: a result that no turn will read is appended
+  math/test_tools.py::test_the_last_turn
+  -  and x.num_turns < args.max_turns
+  +
+grpo_tools.write_trajectories: a turn with a call counts as an answer
+  math/test_tools.py::test_the_last_turn
+  - is_complete and not calls
+  + is_complete
+grpo_tools.write_trajectories: an answer that was cut off counts as one
+  math/test_tools.py::test_a_turn_that_is_cut_off
+  - is_complete and not calls
+  + not calls
+grpo_tools.write_trajectories: the calls of a turn that was cut off are made (trap 57)
+  math/test_tools.py::test_a_turn_that_is_cut_off
+  -  and x.tokens[-1] == turn_format.end
+  +
+grpo_tools.write_trajectories: the policy does not read the results (trap 53)
+  math/test_tools.py::test_a_turn_goes_on_after_the_result
+  - x.example["ids"] + x.tokens for
+  + x.example["ids"] + [t for t, written in zip(x.tokens, x.sampled) if written] for
+grpo_tools.write_trajectories: the results count as sampled (trap 52)
+  math/test_tools.py::test_sampled_marks_what_the_policy_wrote
+  - x.add(tokens)
+  + x.add(tokens, len(tokens) * [0.0])
+grpo_tools.write_trajectories: results are not cut (IndexError)
+  math/test_tools.py::test_a_long_result_is_cut
+  - cut_text(tokenizer, result, args.max_tool_tokens) for
+  + result for
+grpo_tools.write_trajectories: rewards do not see the results
+  math/test_tools.py::test_a_turn_goes_on_after_the_result
+  - [{"role": "tool", "content": result} for result in results]
+  + []
+grpo_tools.write_trajectories: the trajectories of a task share an environment
+  math/test_tools.py::test_each_trajectory_has_its_own_environment
+  -         for uniforms in uniforms_of_group:  # [T]
+  -             trajectories.append(Trajectory(example, *make_tools(example["columns"]), uniforms))
+  +         shared = make_tools(example["columns"])
+  +         for uniforms in uniforms_of_group:
+  +             trajectories.append(Trajectory(example, *shared, uniforms))
+grpo_tools.sample_turns: texts read their padding (trap 54)
+  math/test_tools.py::test_a_turn_does_not_depend_on_the_other_texts
+  - padding_value=-1
+  + padding_value=0
+grpo_tools.sample_turns: a text that begins with token 0 begins with padding (trap 54)
+  math/test_tools.py::test_a_turn_does_not_depend_on_the_other_texts
+  - ids >= 0
+  + ids > 0
+grpo_tools.sample_turns: a turn is longer than its random numbers
+  math/test_tools.py::test_a_turn_does_not_depend_on_the_other_texts
+  - x[: min(length, len(numbers))]
+  + x[:length]
+grpo_tools.sample_turns: the temperature of a turn is forgotten (trap 11)
+  math/test_tools.py::test_a_turn_does_not_depend_on_the_other_texts
+  - stop_ids, args.temperature)
+  + stop_ids, 1.0)
+grpo_tools.call_tools: a turn has one call
+  math/test_tools.py::test_what_counts_as_failed
+  - x.num_calls += len(calls)
+  + x.num_calls += 1
+grpo_tools.call_tools: each result with the word error is a failure
+  math/test_tools.py::test_what_counts_as_failed
+  - result.startswith("error: ")
+  + "error: " in result
+grpo_tools.call_tools: a missing result is no failure
+  math/test_tools.py::test_a_result_that_comes_too_late_is_dropped
+  - [f"error: no result
+  + [f"no result
+grpo_tools.call_tools: a tool changes results that were read
+  math/test_tools.py::test_a_result_that_comes_too_late_is_dropped
+  -         results = results[: len(calls)]
+  -         results += (
+  +         results += (
+grpo_tools.call_tools: only one of the calls after a time-out has a result
+  math/test_tools.py::test_tools_run_in_parallel_and_one_that_hangs_ends_in_an_error
+  - (len(calls) - len(results)) *
+  + 1 *
+grpo_tools.call_tools: tools run one after the other
+  math/test_tools.py::test_tools_run_in_parallel_and_one_that_hangs_ends_in_an_error
+  -         thread.start()
+  +         thread.start()
+  +         thread.join(timeout)
+grpo_tools.call_tools: every trajectory waits for the whole time
+  math/test_tools.py::test_the_time_limit_is_that_of_all_trajectories
+  - thread.join(max(0, deadline - time.time()))
+  + thread.join(timeout)
+grpo_tools.run_calls: an error ends the calls of its turn
+  math/test_tools.py::test_what_the_policy_writes_wrongly_becomes_the_result
+  - results.append(f"error: {type(error).__name__}: {error}")
+  + return results.append(f"error: {type(error).__name__}: {error}")
+grpo_tools.find_calls: only the first call of a turn is made
+  math/test_tools.py::test_calls_in_a_turn
+  - re.DOTALL)
+  + re.DOTALL)[:1]
+grpo_tools.find_calls: a call over several lines is none
+  math/test_tools.py::test_calls_in_a_turn
+  - , re.DOTALL)
+  + )
+grpo_tools.cut_text: the end of a result is kept
+  math/test_tools.py::test_a_long_result_is_cut
+  - ids[:max_tokens]
+  + ids[-max_tokens:]
+grpo_tools.TurnFormat.after_calls: the end of a turn is there twice (trap 57)
+  math/test_tools.py::test_a_turn_goes_on_after_the_result
+  - self.ids_after_text(results)[1:]
+  + self.ids_after_text(results)
+grpo_tools.TurnFormat.text_of_turn: the end of a turn is part of its text
+  math/test_tools.py::test_a_turn_goes_on_after_the_result
+  - tokens[:-1] if is_complete else tokens
+  + tokens
+grpo_tools.TurnFormat.__init__: a turn may end with a token that does not stop it (trap 57)
+  data/test_chats.py::test_templates_that_do_not_keep_turns_are_refused[end]
+  - if self.end not in self.stops:
+  + if False:
+grpo_tools.TurnFormat.__init__: a template may leave out the results
+  data/test_chats.py::test_templates_that_do_not_keep_turns_are_refused
+  - if self.ids_after_text(["1"]) == self.ids_after_text(["2"]):
+  + if False:
+grpo_tools.TurnFormat.ids_after_text: a template may write a turn twice (ValueError)
+  data/test_chats.py::test_templates_that_do_not_keep_turns_are_refused[twice]
+  - if len(after) != 1:
+  + if len(after) < 1:
+grpo_tools.TurnFormat.ids_after_text: each result is a message to the policy by itself
+  data/test_chats.py::test_results_of_tools_are_those_of_the_template
+  - for result in results]
+  + for result in results[:1]]
+grpo_tools.load_tools: the policy can ask for its reward
+  math/test_tools.py::test_the_tools_of_an_environment
+  - ("reset", "get_reward")
+  + ("reset",)
+grpo_tools.load_tools: an environment hides the functions of --tools
+  math/test_tools.py::test_the_tools_of_an_environment
+  - functions | {name
+  + {name
+grpo_tools.load_tools: private methods are tools
+  math/test_tools.py::test_the_tools_of_an_environment
+  - if not name.startswith("_")
+  + if not name.startswith("__")
+grpo_tools.load_tools: an environment keeps the state of an earlier trajectory
+  math/test_tools.py::test_each_trajectory_has_its_own_environment
+  -         environment = environment_class()
+  -         environment.reset(**columns)
+  +         environment = vars(args).setdefault("environment_of_all", environment_class())
+  +         environment.reset(**columns)
+grpo_tools.load_reward: --reward-fn hides the reward of the environment (KeyError)
+  math/test_tools.py::test_each_trajectory_has_its_own_environment
+  - if hasattr(environment_class, "get_reward"):
+  + if not functions and hasattr(environment_class, "get_reward"):
+grpo_tools.score_trajectories: rewards see the last message only
+  math/test_tools.py::test_each_trajectory_has_its_own_environment
+  - [x.messages for x in trajectories]
+  + [x.messages[-1:] for x in trajectories]
+grpo_tools.score_trajectories: rewards get the environment of another trajectory
+  math/test_tools.py::test_each_trajectory_has_its_own_environment
+  - {"environments": x.environment}
+  + {"environments": trajectories[-1].environment}
 """
 
 # What is indented belongs to the headline above it.

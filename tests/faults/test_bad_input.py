@@ -228,10 +228,8 @@ def test_a_flag_whose_default_is_negative(script, monkeypatch):
         script.check_numbers(Args(penalty=-2.0, vf_coef=-2.0))
 
 
-EARLY = [(name, flag) for name in RL for flag in ("reward_fn", "dataset_name")] + [
-    ("rloo_tldr", "judge_fn"),
-    ("dpo_tldr", "judge_fn"),
-]
+EARLY = [(name, flag) for name in (*RL, "grpo_tools") for flag in ("reward_fn", "dataset_name")]
+EARLY += [("rloo_tldr", "judge_fn"), ("dpo_tldr", "judge_fn")]
 
 
 @pytest.mark.parametrize("name, flag", EARLY)
@@ -338,7 +336,7 @@ def test_wrong_rewards(script, small, tmp_path, body, error):
     assert not (tmp_path / "run/model").exists()
 
 
-@pytest.mark.parametrize("name", RL)
+@pytest.mark.parametrize("name", [*RL, "grpo_tools"])
 def test_the_reward_function_that_fails_is_named(scripts, small, tmp_path, name):
     """And so is what it was called with: often a column has another name than the parameter."""
     path = tmp_path / "two.py"

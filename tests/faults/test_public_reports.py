@@ -74,7 +74,7 @@ def test_samples_do_not_use_the_settings_of_the_model(scripts, tiny_lm):
     assert samples[0] == samples[1]
 
 
-@pytest.mark.parametrize("name", ["sft", "reward_model", *RL])
+@pytest.mark.parametrize("name", ["sft", "reward_model", *RL, "grpo_tools"])
 def test_quantized_weights_are_not_trained(scripts, small, monkeypatch, name):
     """peft#2501: without LoRA, only the weights that are not quantized would be trained."""
     script, load_model = scripts[name], scripts[name].load_model
@@ -194,7 +194,7 @@ def test_a_file_behind_a_link(script, tmp_path):
     assert script.load_functions([f"{tmp_path}/linked_reward.py:reward"])
 
 
-@pytest.mark.parametrize("name", RL)
+@pytest.mark.parametrize("name", [*RL, "grpo_tools"])
 def test_each_process_has_random_numbers_of_its_own(scripts, small, monkeypatch, name):
     """For reward functions."""
     module, calls, real = scripts[name], [], scripts[name].set_global_seed

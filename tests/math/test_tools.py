@@ -5,10 +5,12 @@ import json
 import time
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 from conftest import ROOT
-from run_tools import spy
+from math_tools import trl_1_16
+from run_tools import distance, reward_file, rows_of, spy, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
@@ -133,8 +135,8 @@ def test_earlier_messages_are_not_trained(parts, monkeypatch):
     written = sorted(token for _, turns in rounds for tokens, _ in turns for token in tokens)
     learned = b["ids"][:, -ARGS.response_length :][b["sampled"]]
     assert sorted(learned.tolist()) == written
-    for row, example in zip(b["ids"][::4], examples):
-        ids = example["ids"]
+    for i, row in enumerate(b["ids"]):
+        ids = examples[i // 4]["ids"]
         assert row[: -ARGS.response_length][-len(ids) :].tolist() == ids
 
 
@@ -407,6 +409,13 @@ def test_the_calls_of_a_turn_share_the_time():
     assert results == ["awake", "error: no result after 1 seconds"]
 
 
+def test_calls_in_a_turn():
+    """All of them, on one line or on several, with what is between."""
+    one, two = '{"name": "f"}', '\n{"name": "g"}\n'
+    text = f"First <tool_call>{one}</tool_call> and <tool_call>{two}</tool_call>, not <tool_call>{one}"
+    assert script.find_calls(text) == [one, two]
+
+
 def test_what_counts_as_failed(monkeypatch):
     """A result that begins with "error: ", whoever wrote it; not each result with that word."""
     results = iter(["no error: 0", "error: none"])
@@ -550,10 +559,11 @@ class Counter:
         self.count += number
         return str(self.count)
 
-    def _hidden(self):
-        pass
+    def _hidden(self) -> str:
+        """Not for the policy."""
 
-    def get_reward(self):
+    def get_reward(self) -> float:
+        """Not for the policy either."""
         return self.count
 
 
@@ -623,3 +633,87 @@ def test_each_trajectory_has_its_own_environment(parts, counter, monkeypatch):
     assert scores["length"].tolist() == [len(x.tokens) for x in trajectories]
     assert list(scores) == ["length", "environment"]
     assert [x.messages[1]["content"] for x in trajectories[1:]] == ["11", "11", "21", "21", "21"]
+
+
+# ---- TRL ---------------------------------------------------------------------------------------------------
+
+
+def test_an_update_is_trls(small, tmp_path, monkeypatch):
+    """TRL 1.16's GRPOTrainer gets the same ids, marks of sampled tokens (env_mask) and rewards. Its weights
+    after a step of SGD and its lengths are ours. Skipped without TRL."""
+    trl, P, K = trl_1_16(), 4, 4
+    points = "return [float(len(str(messages)) % 7) for messages in completions]"
+    flags = dict(  # one step for 16 trajectories
+        total_episodes=P * K,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=8,
+        num_mini_batches=1,
+        num_ppo_epochs=1,
+        num_generations=K,
+        kl_coef=0.0,
+        response_length=56,
+        optimizer="torch.optim.SGD",
+        learning_rate=1.0,
+        max_grad_norm=None,
+        num_eval_prompts=1,
+        reward_fn=reward_file(tmp_path, points),
+    )
+    written = spy(monkeypatch, script, "write_trajectories")
+    args = small("grpo_tools", **flags)
+    _, folder = script.train(args)
+    rows, metrics = written[3][1], rows_of(folder)[0]  # the first three calls are the evaluation
+    assert len(rows) == P * K and not all(all(x.sampled) for x in rows)
+
+    def write_again(prompts, trainer):
+        """The trajectories of TRL's prompts, in the order of these."""
+        left = [x for prompt in prompts[::K] for x in rows if x.example["prompt"] == prompt]
+        assert [x.example["prompt"] for x in left] == prompts
+        return dict(
+            prompt_ids=[x.example["ids"] for x in left],
+            completion_ids=[x.tokens for x in left],
+            logprobs=None,
+            env_mask=[[int(is_sampled) for is_sampled in x.sampled] for x in left],
+            points=[float(len(str(x.messages)) % 7) for x in left],
+        )
+
+    policy = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    config = trl.GRPOConfig(
+        output_dir=str(tmp_path / "trl"),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        per_device_train_batch_size=P * K,
+        num_generations=K,
+        max_completion_length=args.response_length,
+        temperature=args.temperature,
+        loss_type="dapo",
+        beta=0.0,
+        learning_rate=args.learning_rate,
+        lr_scheduler_type="constant",
+        optim="sgd",
+        max_grad_norm=1e9,
+        max_steps=1,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+    )
+    trainer = trl.GRPOTrainer(
+        model=policy,
+        reward_funcs=lambda points, **columns: points,
+        args=config,
+        train_dataset=datasets.Dataset.from_list([{"prompt": x.example["prompt"]} for x in rows[::K]]),
+        processing_class=AutoTokenizer.from_pretrained(MODEL),
+        rollout_func=write_again,
+    )
+    trainer.train()
+    ours, theirs = weights(folder / "model"), dict(policy.state_dict())
+    theirs = {name: x for name, x in theirs.items() if name in ours}
+    start = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).state_dict()
+    moved = distance({name: start[name] for name in ours}, theirs)
+    assert moved > 1e-2 and distance(ours, theirs) < 1e-4 * moved
+    log = trainer.state.log_history[0]
+    for name in ("completions/mean_length", "completions/min_length", "completions/max_length"):
+        assert metrics[name] == pytest.approx(log[name])
+    assert metrics["policy/entropy_avg"] == pytest.approx(log["entropy"], rel=1e-4)
+    assert metrics["objective/scores"] == pytest.approx(log["reward"])
+    assert metrics["grad_norm"] == pytest.approx(log["grad_norm"], rel=1e-4)

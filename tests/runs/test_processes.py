@@ -16,6 +16,7 @@ from run_tools import (
     evaluation_of,
     flags_of,
     free_port,
+    guesses,
     maker,
     reward_file,
     rows_of,
@@ -89,6 +90,10 @@ JOBS = {  # name -> script, flags; at least two updates each. Names in capital l
             reward_weights=[0.5, 2.0],
             num_ppo_epochs=3,
         ),
+    ),
+    "grpo_tools": (
+        "grpo_tools",
+        dict(total_episodes=24, kl_coef=0.2, num_eval_prompts=5, num_eval_samples=3),
     ),
     "sft": ("sft", dict(num_train_rows=8, num_eval_prompts=7)),
     "reward_model": ("reward_model", BATCHES | dict(min_prefix_length=4)),
@@ -214,6 +219,8 @@ def make_job(scripts, world, tiny_lm, talker, tmp_path_factory):
         flags = SGD | dict(per_device_train_batch_size=2, gradient_accumulation_steps=1) | flags
         flags["gradient_accumulation_steps"] *= 2 // processes  # the same global batch
         flags = {key: places.get(str(value), value) for key, value in flags.items()}
+        if script == "grpo_tools":
+            flags = guesses(functions.parent) | flags
         return maker(scripts, world, root)(script, name, **flags)
 
     return make
@@ -361,6 +368,9 @@ def test_the_comparison_is_worth_something(one):
     rows = rows_of(one("grpo_math"))
     assert any(0 < row["frac_reward_zero_std"] < 1 for row in rows)
     assert all(row["completions/min_length"] < row["completions/max_length"] for row in rows)
+    rows = rows_of(one("grpo_tools"))
+    assert any(row["grad_norm"] > 0.01 for row in rows)
+    assert all(1 < row["tools/turns"] and row["val/num_eos_tokens"] < 8 for row in rows)
 
 
 @pytest.mark.parametrize("kind", ZERO_STAGE)

@@ -18,6 +18,7 @@ from run_tools import (
     assert_same_run,
     distance,
     flags_of,
+    guesses,
     reward_file,
     rows_of,
     script_words,
@@ -166,7 +167,7 @@ def test_what_came_after_the_checkpoint_is_forgotten(scripts, small, monkeypatch
     """A run that dies in update 3 goes on after update 2. The lines of update 3 are not there twice."""
     module = scripts[name]
     flags = SIX_UPDATES[name]
-    if name in RL:
+    if name in (*RL, "grpo_tools"):
         flags = flags | dict(total_episodes=24, num_sample_generations=6)
     _, whole = module.train(small(name, "whole", **flags))
     args = small(name, "parts", **flags)
@@ -182,7 +183,7 @@ def test_what_came_after_the_checkpoint_is_forgotten(scripts, small, monkeypatch
         module.train(args)
     folder = Path(args.output_dir)
     files = ["metrics.jsonl"]
-    if name in RL:
+    if name in (*RL, "grpo_tools"):
         files += ["samples.jsonl", "tokens.jsonl"]
     for file in files:
         assert 3 in {row["update"] for row in rows_of(folder, file)}
@@ -197,17 +198,20 @@ PARTS = {  # script, flags
         dict(num_shared_layers=1, optimizer="torch.optim.AdamW", whiten_rewards=True),
     ),
     "critic": ("ppo_sentiment", dict(value_model_path="CRITIC", optimizer="bitsandbytes.optim.Lion")),
+    "environment": ("grpo_tools", dict(save_every=3)),
     "dropout": ("sft", dict(from_config="gpt2 n_embd=32 n_layer=1 n_head=2 n_positions=256 resid_pdrop=0.5")),
 }
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_resume_with_other_parts(scripts, small, monkeypatch, capsys, tiny_lm, part):
-    """An adapter, frozen layers, a critic, 8-bit optimizer states and dropout continue where they were."""
+def test_resume_with_other_parts(scripts, small, monkeypatch, capsys, tiny_lm, tmp_path, part):
+    """Adapter, frozen layers, critic, 8-bit optimizer states, dropout, environment: all as before."""
     name, flags = PARTS[part]
     flags = SIX_UPDATES[name] | flags
     if part == "critic":
         flags["value_model_path"] = tiny_lm("qwen2")
+    if part == "environment":
+        flags |= guesses(tmp_path)
     _, whole = scripts[name].train(small(name, "whole", **flags))
     parts = stop_and_resume(scripts[name], monkeypatch, small(name, "parts", **flags), 3, capsys)
     assert_same_run(whole, parts)
@@ -226,10 +230,12 @@ def test_random_numbers_of_a_reward_function(script, small, monkeypatch, capsys,
     assert len(scores[0]) == 4 and scores[0] == scores[1]
 
 
-@pytest.mark.parametrize("name", ["ppo_sentiment", "grpo_math"])
+@pytest.mark.parametrize("name", ["ppo_sentiment", "grpo_math", "grpo_tools"])
 def test_kill_at_a_random_moment(scripts, small, tmp_path, name):
     """After SIGKILL, --resume ends with the same bits, whatever the process was doing."""
     flags = dict(total_episodes=8 * 20, save_every=1, eval_every=2)
+    if name == "grpo_tools":
+        flags |= guesses(tmp_path) | dict(total_episodes=8 * 12)
     _, whole = scripts[name].train(small(name, "whole", **flags))
     process = start_process(script_words(name, small(name, "parts", **flags)), tmp_path)
     metrics = tmp_path / "parts/metrics.jsonl"

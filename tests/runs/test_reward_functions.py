@@ -249,10 +249,10 @@ def test_the_judge_of_an_update_gets_what_the_reward_gets(recorded, tmp_path):
     assert row["judge/scores"] == pytest.approx(mean([len(text) % 5 for text in judged["completions"]]))
 
 
-@pytest.mark.parametrize("name", RL)
+@pytest.mark.parametrize("name", [*RL, "grpo_tools"])
 def test_a_reward_that_cannot_teach_is_said(scripts, small, tmp_path, capsys, name):
     """All scores are equal, in the PPO scripts only after the clip."""
-    flags = dict(reward_fn=reward_file(tmp_path, "return [0.5] * len(prompts)")) | NOTHING_ELSE[name]
+    flags = dict(reward_fn=reward_file(tmp_path, "return [0.5] * len(prompts)")) | NOTHING_ELSE.get(name, {})
     if name in PPO:
         flags["reward_fn"] = reward_file(tmp_path, "return [50.0 + len(text) for text in prompts]", "large")
         flags["score_clip"] = 4.0
