@@ -53,6 +53,11 @@ METRICS = {
         "completions/distinct_2": ("different word pairs, fraction", "If it falls, responses become alike."),
         "env/reward_std": ("standard deviation of the reward", "0: there is nothing to learn from."),
     },
+    "How does it use its tools?": {
+        "tools/call_frequency": ("calls per trajectory", "It rises if the tools help. 0: they are avoided."),
+        "tools/failure_frequency": ("calls that fail, fraction", "It falls. 0 too if there are no calls."),
+        "tools/turns": ("turns per trajectory", ""),
+    },
     "Do rollout and update agree?": {
         "sampling/logprob_gap_mean": ("log-probability gap, mean, nats per token", "fp32: 1e-6, bf16: 0.01"),
         "sampling/logprob_gap_max": ("log-probability gap, largest, nats per token", ""),
@@ -961,8 +966,8 @@ def check_entropy(run):
     "an entropy bonus has the wrong sign: the entropy falls",
 )
 def check_words(run):
-    """A new word takes over, or word pairs repeat. Arithmetic has few words."""
-    if run.script == "grpo_math":
+    """A new word takes over, or word pairs repeat. Arithmetic and calls of tools have few words."""
+    if run.script in ("grpo_math", "grpo_tools"):
         return None
     before, after = evaluate(run)
     word, share_before, share = (new_words(run.pairs) or [("", 0.0, 0.0)])[0]
@@ -1098,17 +1103,21 @@ def chart(metric, title, runs, colors):
 
 
 def token_data(run):
-    """What the token view shows. -> dict: columns, and rows with the text and the numbers of each token"""
+    """What the token view shows. -> dict: columns, and rows with the text and the numbers of each token
+
+    The column `sampled` is in the rows only: tokens that a tool wrote have no color and no numbers.
+    """
     if not run.tokens:
         return {}
     columns = [name for name, x in run.tokens[0].items() if isinstance(x, list)]
-    columns = [name for name in columns if name not in ("tokens", "ids")]
+    columns = [name for name in columns if name not in ("tokens", "ids", "sampled")]
     tokenizer = load_tokenizer(run)
     rows = []
     for row in run.tokens:
         about = {"update": row["update"], "prompt": prompt_of(row), "score": number(row["score"])}
         # The runs in results/ have the texts of the tokens.
         about["tokens"] = row.get("tokens") or token_pieces(tokenizer, row["ids"])
+        about["sampled"] = row.get("sampled") or [True] * len(about["tokens"])
         rows.append(about | {name: [number(x) for x in row[name]] for name in columns})
     return {"columns": columns, "rows": rows}
 
@@ -1227,6 +1236,7 @@ td, th { border-bottom: 1px solid #ddd; padding: .2rem .7rem .2rem 0; text-align
 .pair { border-top: 1px solid #ddd; }
 .pair div, .line { white-space: pre-wrap; overflow-wrap: anywhere; }
 .token { border-radius: 3px; cursor: default; } .token:hover { outline: 2px solid #555; }
+.unsampled { color: #8a949e; font-style: italic; }
 .line { margin: .5rem 0 1rem; font: 14px/1.9 monospace; }
 #tip { position: fixed; display: none; z-index: 9; white-space: pre; font: .8rem monospace; }
 #tip { background: #fff; border: 1px solid #888; padding: .3rem .6rem; pointer-events: none; }
@@ -1293,10 +1303,13 @@ function showTokens(box) {
   const [update, column] = [...box.querySelectorAll("select")].map((select) => select.value);
   const lines = tokens.rows.filter((row) => String(row.update) === update);
   // The scale is the same for all updates, so that colors can be compared. A few outliers may saturate.
-  const sizes = tokens.rows.flatMap((row) => row[column]).map(Math.abs).sort((a, b) => a - b);
+  const trained = tokens.rows.flatMap((row) => row[column].filter((_, i) => row.sampled[i]));
+  const sizes = trained.map(Math.abs).sort((a, b) => a - b);
   const scale = sizes[Math.floor(0.98 * (sizes.length - 1))] || 1;
+  const hasTools = tokens.rows.some((row) => row.sampled.includes(false));
   box.querySelector(".scale").textContent =
-    `blue: above 0, red: below; the full color is ${format(scale)} or more`;
+    `blue: above 0, red: below; the full color is ${format(scale)} or more` +
+    (hasTools ? "; gray text: written by a tool or the chat template, not trained" : "");
   const list = box.querySelector(".list");
   list.replaceChildren();
   let prompt = null;
@@ -1305,7 +1318,9 @@ function showTokens(box) {
     add(row, "span", "score", line.prompt === prompt ? "(the same prompt) " : line.prompt);
     prompt = line.prompt;
     line.tokens.forEach((text, i) => {
-      const token = add(row, "span", "token", text);
+      const token = add(row, "span", line.sampled[i] ? "token" : "token unsampled", text);
+      token.dataset.tip = `${JSON.stringify(text)}\nnot sampled, not trained`;
+      if (!line.sampled[i]) return;
       token.style.background = tokenColor(line[column][i], scale);
       const numbers = tokens.columns.map((name) => `${name.padEnd(10)}${format(line[name][i])}`);
       token.dataset.tip = [JSON.stringify(text), ...numbers].join("\n");
@@ -1318,7 +1333,8 @@ for (const box of document.querySelectorAll(".tokens")) {
   const [updates, columns] = box.querySelectorAll("select");
   for (const update of new Set(tokens.rows.map((row) => row.update))) add(updates, "option", "", update);
   for (const column of tokens.columns) add(columns, "option", "", column);
-  if (tokens.columns.includes("reward")) columns.value = "reward";
+  const first = ["reward", "advantage"].find((name) => tokens.columns.includes(name));
+  if (first) columns.value = first;
   updates.addEventListener("change", () => showTokens(box));
   columns.addEventListener("change", () => showTokens(box));
   showTokens(box);

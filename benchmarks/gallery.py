@@ -1,4 +1,4 @@
-"""The gallery of docs/debugging.md: real runs of the defaults, each with one fault put in.
+"""The gallery of docs/debugging.md and docs/grpo_tools.md: real runs of the defaults, each with one fault put in.
 
     python benchmarks/gallery.py run --jobs 2    # the runs that are not there yet; all of them within an hour
     python benchmarks/gallery.py draw            # their pictures: docs/gallery/NAME.png
@@ -46,6 +46,12 @@ class Entry:
 
 
 PPO = "ppo_sentiment"
+TOOL_METRICS = (
+    "objective/scores",
+    "tools/call_frequency",
+    "tools/failure_frequency",
+    "completions/clipped_ratio",
+)
 ENTRIES = [
     Entry(
         name="score-after-the-last-token",
@@ -220,6 +226,28 @@ ENTRIES = [
         ),
         updates=20,
     ),
+    Entry(
+        name="tool-is-avoided",
+        script="grpo_tools",
+        change=(
+            "rollout",
+            "weighted_sum(scores_by_name, args.reward_weights)",
+            'weighted_sum(scores_by_name, args.reward_weights) - 0.5 * b["calls"]',
+        ),
+        metrics=TOOL_METRICS,
+        updates=25,
+    ),
+    Entry(
+        name="calls-without-need",
+        script="grpo_tools",
+        change=(
+            "rollout",
+            "weighted_sum(scores_by_name, args.reward_weights)",
+            'weighted_sum(scores_by_name, args.reward_weights) + 0.5 * b["calls"]',
+        ),
+        metrics=TOOL_METRICS,
+        updates=25,
+    ),
 ]
 
 
@@ -268,6 +296,8 @@ def train_faulty(entry, project, output):
 
     script.Run.checkpoint = checkpoint
     flags = dict(recipe="tiny", output_dir=output, num_sample_generations=20, save_every=0)
+    if hasattr(script.Args, "num_eval_prompts"):
+        flags["num_eval_prompts"] = 8  # the evaluation is not kept
     args = replace(script.RECIPES["tiny"], **(flags | entry.flags))
     try:
         script.train(args)
@@ -321,8 +351,8 @@ def run_of(entry):
     run = report.read_run(run_folder(ROOT / "results" / name))
     bands = json.loads(report.BANDS.read_text())
     run.script = entry.script
-    band = bands[f"{entry.script} tiny"]
-    run.band, run.band_args = band["metrics"], band["args"]
+    band = bands.get(f"{entry.script} tiny", {})  # there is none of grpo_tools.py
+    run.band, run.band_args = band.get("metrics", {}), band.get("args", {})
     return run
 
 

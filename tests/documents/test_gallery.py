@@ -1,4 +1,4 @@
-"""docs/debugging.md: its changes of lines, quotes and ranges are those of the scripts and the runs."""
+"""docs/debugging.md, and docs/grpo_tools.md on what goes wrong: its changes of lines, quotes and ranges are those of the scripts and the runs."""
 
 import json
 import re
@@ -14,10 +14,11 @@ from archive import read_rows  # noqa: E402
 import report  # noqa: E402
 
 PAGE = (ROOT / "docs/debugging.md").read_text()
+TOOLS_PAGE = (ROOT / "docs/grpo_tools.md").read_text()
 MADE = [entry for entry in gallery.ENTRIES if not entry.existing]
 
 
-SECTIONS = dict(re.findall(r'<a id="([^"]+)"></a>\n+(.*?)(?=<a id=|\Z)', PAGE, re.S))
+SECTIONS = dict(re.findall(r'<a id="([^"]+)"></a>\n+(.*?)(?=<a id=|\Z)', PAGE + TOOLS_PAGE, re.S))
 
 
 @pytest.mark.parametrize("entry", gallery.ENTRIES, ids=lambda entry: entry.name)
@@ -32,6 +33,12 @@ def test_an_entry_has_its_change_and_its_response(entry):
         rows = report.read_lines(run.folder, "samples.jsonl")
         found = [row for row in rows if row["update"] == int(update) and f"{row['score']:.2f}" == score]
         assert any(" ".join(row["response"].split()).startswith(response) for row in found), response
+    for update, score, lines in re.findall(r"^Update (\d+), score (\S+):\n\n((?:    .*\n)+)", section, re.M):
+        rows = report.read_lines(run.folder, "samples.jsonl")
+        response = "".join(line.removeprefix("    ") for line in lines.splitlines(keepends=True)).rstrip("\n")
+        assert (int(update), float(score), response) in [
+            (row["update"], round(row["score"], 4), row["response"]) for row in rows
+        ]
 
 
 def test_the_kl_that_an_entry_names_is_that_of_the_last_update():
@@ -56,7 +63,8 @@ def test_every_finding_of_the_report_has_a_section():
 
 
 def test_the_readme_counts_the_runs():
-    assert f"has {len(gallery.ENTRIES)} runs" in (ROOT / "README.md").read_text()
+    count = sum(entry.script != "grpo_tools" for entry in gallery.ENTRIES)
+    assert f"has {count} runs" in (ROOT / "README.md").read_text()
 
 
 def test_the_ranges_are_those_of_the_healthy_runs():

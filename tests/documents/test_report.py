@@ -494,6 +494,34 @@ def test_a_character_of_several_tokens_belongs_to_the_last(tmp_path):
     assert pieces == ["a", " ", "", "ö"]
 
 
+def test_what_a_tool_wrote_has_no_numbers(tmp_path):
+    """Tokens of grpo_tools.py: `sampled` is no column to color by. Without it, all tokens are sampled."""
+    folder = write_run(tmp_path / "run", script="grpo_tools", tools__call_frequency=lambda x: x)
+    row = {
+        "update": 1,
+        "prompt": "p",
+        "score": 1.0,
+        "tokens": ["call", "72", "answer"],
+        "advantage": [0.5] * 3,
+    }
+    write_lines(folder / "tokens.jsonl", [row | {"sampled": [True, False, True]}])
+    data = report.token_data(report.read_run(folder))
+    assert data["columns"] == ["advantage"] and data["rows"][0]["sampled"] == [True, False, True]
+    report.main([str(folder)])
+    text = (folder / "report.html").read_text()
+    assert (
+        '"sampled": [true, false, true]' in text and 'line.sampled[i] ? "token" : "token unsampled"' in text
+    )
+    assert "How does it use its tools?" in text and "calls per trajectory" in text
+    write_lines(folder / "tokens.jsonl", [row])
+    assert report.token_data(report.read_run(folder))["rows"][0]["sampled"] == [True] * 3
+
+
+def test_words_of_calls_are_no_finding():
+    """A policy that learns to call its tool writes the same words each time."""
+    assert "The responses become alike" not in titles("grpo-tools-tiny/seed1")
+
+
 # ---- The page ----------------------------------------------------------------------------------------------
 
 
