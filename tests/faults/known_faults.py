@@ -670,8 +670,8 @@ rloo_tldr.train: all processes draw the same random numbers for reward functions
   + set_global_seed(args.seed, update)
 ppo_dialog.Run.start: resume without optimizer (trap 34)
   runs/test_resume.py::test_sigterm_then_resume[ppo_dialog]
-  - self.accelerator.load_state(checkpoints[-1])
-  + load_trained([*self.accelerator._models], checkpoints[-1])
+  - self.accelerator.load_state(newest)
+  + load_trained([*self.accelerator._models], newest)
 ppo_sentiment.train: resume without KL coefficient (trap 34)
   runs/test_resume.py::test_sigterm_then_resume[ppo_sentiment]
   - state.get("kl_coef", args.kl_coef)
