@@ -1,4 +1,7 @@
-"""docs/debugging.md, and docs/grpo_tools.md on what goes wrong: its changes of lines, quotes and ranges are those of the scripts and the runs."""
+"""docs/debugging.md: its changes of lines, quotes and ranges are those of the scripts and the runs.
+
+Entries of grpo_tools.py are in docs/grpo_tools.md.
+"""
 
 import json
 import re

@@ -16,15 +16,15 @@ import grpo_tools as script
 
 pytest_plugins = ["run_fixtures"]
 K, TASKS, T = 4, 8, 96  # trajectories per task, tasks, tokens per trajectory
-BLOCKS = blocks((ROOT / "docs/grpo_tools.md").read_text())
+BLOCKS = blocks((ROOT / "docs/grpo_tools.md").read_text().split("## Lines to change")[1])
 
 
 @pytest.fixture(scope="module")
 def update(tmp_path_factory):
-    """update(title, max_turns=2) -> one update of a variant with learning rate 0. Some trajectories have several turns."""
+    """update(title, max_turns) -> one update of a variant, with learning rate 0."""
 
     @functools.cache
-    def run(title, max_turns=2):
+    def run(title, max_turns):
         with handlers_kept(), pytest.MonkeyPatch.context() as patch:
             return recorded_update(patch, variant(BLOCKS[title]), max_turns)
 
@@ -124,7 +124,7 @@ SCORES = {  # title of a block -> the score of a trajectory
 @pytest.mark.parametrize("title", SCORES)
 def test_the_gradient_of_a_variant(update, title):
     assert BLOCKS.keys() == SCORES.keys()
-    run = update(title, 2)
+    run = update(title, 3)
     scores = [SCORES[title](x) for x in run.trajectories]
     advantages = [
         [advantage] * x.num_turns for advantage, x in zip(group_advantages(scores), run.trajectories)
