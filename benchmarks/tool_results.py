@@ -53,19 +53,49 @@ def kind_of_error(task, response):
     return KINDS[2] if numbers[0] != numbers[1] else KINDS[3]
 
 
+def trajectories(seed, when):
+    """The sampled trajectories of the held-out tasks. when: before or after -> list of (task, text, is right)"""
+    found = []
+    for row in read_rows(RESULTS / f"seed{seed}.zip", "evaluation_samples.jsonl"):
+        if row["set"] == "held-out":
+            for text, is_right in zip(row[when]["responses"], row[when]["right"]):
+                found.append((row["task"], text, is_right))
+    return found
+
+
+def misuse():
+    """How trajectories with a result end, as a markdown table."""
+    kinds = "all with a result", "no answer after it", "another number than the result", "a second call"
+    counts = []
+    for seed in SEEDS:
+        for when in ("before", "after"):
+            count = Counter()
+            for _, text, _ in trajectories(seed, when):
+                *_, last = text.split("<|im_start|>tool\n")
+                if last == text:
+                    continue  # no result
+                result, _, rest = last.partition("<|im_end|>")
+                answer = re.search(r"<answer>(.*?)</answer>", rest)
+                count[kinds[0]] += 1
+                count[kinds[1]] += answer is None
+                count[kinds[2]] += answer is not None and answer.group(1) != result
+                count[kinds[3]] += text.count("<|im_start|>tool\n") > 1
+            counts.append(count)
+    head = " | ".join(f"seed {seed}: before | after" for seed in SEEDS)
+    lines = [f"| of 2,048 trajectories | {head} |", "|---" * (1 + 2 * len(SEEDS)) + "|"]
+    for kind in kinds:
+        lines.append(f"| {kind} | {' | '.join(str(count[kind]) for count in counts)} |")
+    return "\n".join(lines)
+
+
 def errors():
     """How many of the sampled trajectories are wrong, and why, as a markdown table."""
     counts = {}
     for seed in SEEDS:
         for when in ("before", "after"):
-            kinds, total = Counter(), 0
-            for row in read_rows(RESULTS / f"seed{seed}.zip", "evaluation_samples.jsonl"):
-                if row["set"] == "held-out":
-                    total += len(row[when]["right"])
-                    for response, is_right in zip(row[when]["responses"], row[when]["right"]):
-                        if not is_right:
-                            kinds[kind_of_error(row["task"], response)] += 1
-            counts[seed, when] = kinds, total
+            found = trajectories(seed, when)
+            kinds = Counter(kind_of_error(task, text) for task, text, is_right in found if not is_right)
+            counts[seed, when] = kinds, len(found)
     [total] = {total for _, total in counts.values()}
     head = " | ".join(f"seed {seed}: before | after" for seed in SEEDS)
     lines = [f"| wrong, of {total:,} | {head} |", "|---" * (1 + 2 * len(SEEDS)) + "|"]
@@ -76,4 +106,4 @@ def errors():
 
 
 if __name__ == "__main__":
-    print(results(), errors(), sep="\n\n")
+    print(results(), errors(), misuse(), sep="\n\n")
