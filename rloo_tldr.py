@@ -472,8 +472,8 @@ def train(args):
                         response_loss = policy_loss  # [n]
                         if args.kl_estimator != "k1":
                             ref_logprobs = b["ref_logprobs"][rows, :t]
-                            token_kl = kl_per_token(new_token_logprobs, ref_logprobs, args.kl_estimator)
-                            response_loss = policy_loss + args.kl_coef * token_kl.sum(1)
+                            mb_kl = kl_per_token(new_token_logprobs, ref_logprobs, args.kl_estimator)
+                            response_loss = policy_loss + args.kl_coef * mb_kl.sum(1)
                         loss = response_loss.sum() / (len(minibatch) * k)
                         # We want the sum, but DDP averages over processes, and accelerate over micro-batches.
                         accelerator.backward(loss * world * args.gradient_accumulation_steps)

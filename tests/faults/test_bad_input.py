@@ -48,7 +48,8 @@ def broken(tiny_lm, tiny_classifier, tmp_path_factory):
 
     # Models
     tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
-    config = transformers.DistilBertConfig(vocab_size=1024, dim=32, n_layers=1, n_heads=4)
+    sizes = dict(vocab_size=1024, dim=32, n_layers=1, n_heads=4)
+    config = transformers.DistilBertConfig(**sizes, initializer_range=0.2)  # tokens matter to each other
     transformers.DistilBertModel(config).save_pretrained(root / "both-directions")
     model = AutoModelForCausalLM.from_pretrained(tiny_lm())
     model.config.eos_token_id = model.generation_config.eos_token_id = None

