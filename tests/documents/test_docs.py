@@ -296,6 +296,10 @@ def test_the_tables_are_those_of_the_programs():
     tools = load_program("benchmarks/tool_results.py")
     for table in (tools.results, tools.errors, tools.misuse):
         assert table() in DOCS["grpo_tools"]
+    greedy = [result(f"grpo-tools-tiny/seed{seed}/evaluation.json") for seed in tools.SEEDS]
+    before, after = ([x[when]["greedy: pass@1"] for x in greedy] for when in ("before", "after"))
+    ranges = f"{min(before):.2f} to {max(before):.2f} before, {min(after):.2f} to {max(after):.2f} after"
+    assert f"greedy pass@1 {ranges}, three seeds" in " ".join(README.split())
     steps = load_program("benchmarks/worked_steps.py")
     assert set(steps.table(steps.read_lines()).splitlines()) <= set(DOCS["grpo_math"].splitlines())
     methods = load_program("benchmarks/methods.py")
