@@ -115,7 +115,8 @@ class Args:
     """The defaults are those of TRL 1.16's DPOConfig, except that gradient checkpointing is off, and
     that pairs with more tokens than max_length are left out, not cut.
 
-    A command line that names no recipe and no model starts from the recipe tiny, which replaces some of them.
+    A command line that names no recipe and no model starts from the recipe tiny, which replaces some of these
+    defaults.
     """
 
     # Run
@@ -1002,8 +1003,8 @@ def eight_bit(args):
     """What from_pretrained needs for --load-in-8bit."""
     if not args.load_in_8bit:
         return {}
-    # Threshold 0: each token is rounded alone. With 6, the default, some columns are kept in 16 bits, and
-    # which ones depends on the batch, and so would the log-probabilities.
+    # Threshold 0: each token is rounded alone. With the default, 6, some columns are kept in 16 bits. Which
+    # ones depends on the batch, and then the log-probabilities would too.
     config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
     return dict(quantization_config=config)
 
@@ -1777,7 +1778,7 @@ def report_evaluation(run, before, after, num_pairs):
 # ---- Command line ------------------------------------------------------------------------------------------
 
 
-# Flags of all scripts that cannot be 0.
+# Flags of all scripts that cannot be 0. (The stars let several names stand on a line.)
 POSITIVE = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches", "num_ppo_epochs"),
     *("total_episodes", "num_train_epochs", "num_train_rows", "num_eval_prompts", "num_eval_pairs"),

@@ -105,7 +105,8 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixi
 class Args:
     """The defaults are the recipe gsm8k-qwen-0.5b, except for micro-batches, episodes and learning rate.
 
-    A command line that names no recipe and no model starts from the recipe tiny, which replaces some of them.
+    A command line that names no recipe and no model starts from the recipe tiny, which replaces some of these
+    defaults.
     """
 
     # Run
@@ -253,7 +254,7 @@ RECIPES = {
 #
 # The hidden state of each token predicts the next one: "3" predicts "=".
 #
-# Size letters are local to a function: train passes t to learner(...), whose parameter is called T.
+# Size letters are local to a function: what train calls t may be the T of the function that it calls.
 
 
 def length_mask(lengths, max_length):
@@ -334,9 +335,7 @@ def train(args):
     accelerator = start_accelerator(args)
     device, world = accelerator.device, accelerator.num_processes
     n, k, T = args.per_device_train_batch_size, args.num_generations, args.response_length
-    B = (
-        n * args.gradient_accumulation_steps * args.num_mini_batches * world
-    )  # episodes (responses) per update
+    B = n * args.gradient_accumulation_steps * args.num_mini_batches * world  # responses per update
     P = B // k  # prompts per update
     updates = math.ceil(args.total_episodes / B)
     # What the progress bar shows: label -> metric.
@@ -721,7 +720,7 @@ def rollout(model, ref_model, tokenizer, stop_ids, get_scores, batch, args):
       takes_several_steps), ref_logprobs (if kl_coef is not 0) [P * k, T]
     - the responses, P * k str
     """
-    # It also calls the reward, get_scores, whose results are the rewards/NAME in b.
+    # sample_responses also calls get_scores, whose results are the rewards/NAME in b.
     b, responses = sample_responses(model.policy, tokenizer, stop_ids, get_scores, batch, args)
     scores_by_name = {name: x for name, x in b.items() if name.startswith("rewards/")}
     b["scores"] = weighted_sum(scores_by_name, args.reward_weights)  # [P * k]
@@ -729,7 +728,7 @@ def rollout(model, ref_model, tokenizer, stop_ids, get_scores, batch, args):
     # Old log-probabilities, the denominator of the ratio. With one optimizer step per batch, the policy does
     # not change before the update, and train uses its new log-probabilities as the old ones. With several
     # steps they are computed here, by a forward pass over the whole responses. Log-probabilities from
-    # generation differ more, so they are only logged.
+    # generation differ more: they are only checked and logged.
     P, k, T = batch["uniforms"].shape
     C = b["ids"].shape[1] - T
     if takes_several_steps(args):
@@ -843,7 +842,7 @@ def generate(policy, ids, mask, uniforms, stop_ids, temperature):
     hidden, mask = hidden[prompt_of_row], mask[prompt_of_row]
     uniforms = uniforms.flatten(0, 1)  # [P * k, T]
     if can_be_recorded(policy, cache):
-        # Most GPUs run the loop below in this faster version. Both sample by sample_next.
+        # On a GPU, most models run the loop below in this faster version. Both sample by sample_next.
         return generate_recorded(policy, cache, hidden, mask, uniforms, stop_ids, temperature)
 
     tokens = torch.zeros(P * k, T, dtype=torch.long, device=ids.device)
@@ -1305,8 +1304,8 @@ def eight_bit(args):
     """What from_pretrained needs for --load-in-8bit."""
     if not args.load_in_8bit:
         return {}
-    # Threshold 0: each token is rounded alone. With 6, the default, some columns are kept in 16 bits, and
-    # which ones depends on the batch, and so would the log-probabilities.
+    # Threshold 0: each token is rounded alone. With the default, 6, some columns are kept in 16 bits. Which
+    # ones depends on the batch, and then the log-probabilities would too.
     config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
     return dict(quantization_config=config)
 
@@ -2249,7 +2248,7 @@ def report_evaluation(run, before, after):
 
 
 def check_flags(args):
-    """Raise if flags would train something else than they say."""
+    """Raise if a run would not do what its flags say."""
     check_numbers(args)
     n, k = args.per_device_train_batch_size, args.num_generations
     if k < 2 or n * args.gradient_accumulation_steps % k != 0:
@@ -2261,7 +2260,7 @@ def check_flags(args):
         raise UserError("--load-in-8bit: without LoRA and a reference, no weights are frozen")
 
 
-# Flags of all scripts that cannot be 0.
+# Flags of all scripts that cannot be 0. (The stars let several names stand on a line.)
 POSITIVE = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches", "num_ppo_epochs"),
     *("total_episodes", "num_train_epochs", "num_train_rows", "num_eval_prompts", "num_eval_pairs"),

@@ -99,7 +99,8 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixi
 class Args:
     """The defaults are the recipe gsm8k-tools-qwen-0.5b, except for micro-batches, episodes, learning rate.
 
-    A command line that names no recipe and no model starts from the recipe tiny, which replaces some of them.
+    A command line that names no recipe and no model starts from the recipe tiny, which replaces some of these
+    defaults.
     """
 
     # Run
@@ -236,7 +237,7 @@ RECIPES = {
 #
 # The hidden state of each token predicts the next one: "asst", which the chat template writes, predicts "72".
 #
-# Size letters are local to a function: train passes t to learner(...), whose parameter is called T.
+# Size letters are local to a function: what train calls t may be the T of the function that it calls.
 
 
 def length_mask(lengths, max_length):
@@ -317,9 +318,7 @@ def train(args):
     accelerator = start_accelerator(args)
     device, world = accelerator.device, accelerator.num_processes
     n, k, T = args.per_device_train_batch_size, args.num_generations, args.response_length
-    B = (
-        n * args.gradient_accumulation_steps * args.num_mini_batches * world
-    )  # episodes (responses) per update
+    B = n * args.gradient_accumulation_steps * args.num_mini_batches * world  # responses per update
     P = B // k  # prompts per update
     updates = math.ceil(args.total_episodes / B)
     # What the progress bar shows: label -> metric.
@@ -709,7 +708,7 @@ def rollout(respond, model, ref_model, batch, args):
     # Old log-probabilities, the denominator of the ratio. With one optimizer step per batch, the policy does
     # not change before the update, and train uses its new log-probabilities as the old ones. With several
     # steps they are computed here, by a forward pass over the whole responses. Log-probabilities from
-    # generation differ more, so they are only logged.
+    # generation differ more: they are only checked and logged.
     P, k, T = batch["uniforms"].shape
     C = b["ids"].shape[1] - T
     if takes_several_steps(args):
@@ -900,7 +899,7 @@ def generate(policy, ids, mask, uniforms, stop_ids, temperature):
     hidden, mask = hidden[prompt_of_row], mask[prompt_of_row]
     uniforms = uniforms.flatten(0, 1)  # [P * k, T]
     if can_be_recorded(policy, cache):
-        # Most GPUs run the loop below in this faster version. Both sample by sample_next.
+        # On a GPU, most models run the loop below in this faster version. Both sample by sample_next.
         return generate_recorded(policy, cache, hidden, mask, uniforms, stop_ids, temperature)
 
     tokens = torch.zeros(P * k, T, dtype=torch.long, device=ids.device)
@@ -1362,8 +1361,8 @@ def eight_bit(args):
     """What from_pretrained needs for --load-in-8bit."""
     if not args.load_in_8bit:
         return {}
-    # Threshold 0: each token is rounded alone. With 6, the default, some columns are kept in 16 bits, and
-    # which ones depends on the batch, and so would the log-probabilities.
+    # Threshold 0: each token is rounded alone. With the default, 6, some columns are kept in 16 bits. Which
+    # ones depends on the batch, and then the log-probabilities would too.
     config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
     return dict(quantization_config=config)
 
@@ -2403,7 +2402,7 @@ def report_evaluation(run, before, after):
 
 
 def check_flags(args):
-    """Raise if flags would train something else than they say."""
+    """Raise if a run would not do what its flags say."""
     check_numbers(args)
     n, k = args.per_device_train_batch_size, args.num_generations
     if k < 2 or n * args.gradient_accumulation_steps % k != 0:
@@ -2415,7 +2414,7 @@ def check_flags(args):
         raise UserError("--load-in-8bit: without LoRA and a reference, no weights are frozen")
 
 
-# Flags of all scripts that cannot be 0.
+# Flags of all scripts that cannot be 0. (The stars let several names stand on a line.)
 POSITIVE = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches", "num_ppo_epochs"),
     *("total_episodes", "num_train_epochs", "num_train_rows", "num_eval_prompts", "num_eval_pairs"),

@@ -102,7 +102,8 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 class Args:
     """The defaults follow OpenRL's DailyDialog example (recipe gpt2-dailydialog).
 
-    A command line that names no recipe and no model starts from the recipe tiny, which replaces some of them.
+    A command line that names no recipe and no model starts from the recipe tiny, which replaces some of these
+    defaults.
     """
 
     # Run
@@ -234,7 +235,7 @@ RECIPES = {
 #
 # The hidden state of each token predicts the next one: the first EOS predicts "Hi".
 #
-# Size letters are local to a function: train passes t to learner(...), whose parameter is called T.
+# Size letters are local to a function: what train calls t may be the T of the function that it calls.
 #
 # score: one number per response, the weighted sum of intent, METEOR and --reward-fn. reward: one number per
 # token, the KL penalty, plus the score on the last one. (In TRL's names, such as reward functions,
@@ -481,7 +482,7 @@ def train(args):
                 # do not drop rows here. To leave out a response, set its row of `valid` to False before step
                 # 3: then it counts in no loss and in no mean over tokens. (It does in the means over
                 # responses, which step 6 logs.)
-                for rows in share.split(n):
+                for rows in share.split(n):  # a micro-batch: n rows of the minibatch; mb_ names its tensors
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
                     mb_valid = valid[rows, :t]  # [n, t]
                     old_logprobs, old_values = b["logprobs"][rows, :t], b["values"][rows, :t]  # [n, t]
@@ -781,7 +782,7 @@ def rollout(model, ref_model, tokenizer, is_end, get_scores, batch, args):
 
     # 3. Compute log-probabilities and values of the tokens exactly as in the update: with the same forward
     #    pass, and as many rows at a time. Dropout is 0, so the ratio is 1 until the first optimizer step, up
-    #    to rounding. The log-probabilities from generation differ more, so they are only logged.
+    #    to rounding. The log-probabilities from generation differ more: they are only checked and logged.
     ids = torch.cat([prompt_ids, tokens], 1)  # [B, C + T]
     mask = torch.cat([prompt_mask, valid], 1)  # [B, C + T]
     logprobs, entropies, values, ref_logprobs = torch.zeros(4, B, T, device=ids.device)
@@ -1458,8 +1459,8 @@ def eight_bit(args):
     """What from_pretrained needs for --load-in-8bit."""
     if not args.load_in_8bit:
         return {}
-    # Threshold 0: each token is rounded alone. With 6, the default, some columns are kept in 16 bits, and
-    # which ones depends on the batch, and so would the log-probabilities.
+    # Threshold 0: each token is rounded alone. With the default, 6, some columns are kept in 16 bits. Which
+    # ones depends on the batch, and then the log-probabilities would too.
     config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
     return dict(quantization_config=config)
 
@@ -2269,7 +2270,7 @@ def chat(argv):
 # ---- Command line ------------------------------------------------------------------------------------------
 
 
-# Flags of all scripts that cannot be 0.
+# Flags of all scripts that cannot be 0. (The stars let several names stand on a line.)
 POSITIVE = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches", "num_ppo_epochs"),
     *("total_episodes", "num_train_epochs", "num_train_rows", "num_eval_prompts", "num_eval_pairs"),

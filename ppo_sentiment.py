@@ -92,11 +92,12 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 @dataclass
 class Args:
     """The defaults follow TRL 0.11's notebook gpt2-sentiment; recipe gpt2-imdb also sets min_text_length. The
-    main differences: prompts have 2 to 8 tokens and responses 4 to 16 (TRL: 2 to 7 and 4 to 15); an epoch has
-    8 optimizer steps (TRL: 1, on the whole batch); gradients are clipped; a minibatch with a mean ratio above
-    10 counts too; there is no dropout; values start at 0.
+    main differences from it: prompts have 2 to 8 tokens and responses 4 to 16 (TRL: 2 to 7 and 4 to 15); an
+    epoch has 8 optimizer steps (TRL: 1, on the whole batch); gradients are clipped; no minibatch is skipped
+    (TRL: if its mean ratio is above 10); there is no dropout; values start at 0.
 
-    A command line that names no recipe and no model starts from the recipe tiny, which replaces some of them.
+    A command line that names no recipe and no model starts from the recipe tiny, which replaces some of these
+    defaults.
     """
 
     # Run
@@ -133,7 +134,7 @@ class Args:
     query_min_length: int = 2  # shortest prompt, in tokens
     query_max_length: int = 8  # longest prompt, in tokens; lengths are drawn uniformly, both ends included
     response_min_length: int = 4  # a response has a random length limit, in tokens, from this ...
-    response_length: int = 16  # ... to this, as in TRL's example; EOS may end it earlier
+    response_length: int = 16  # ... to this (TRL's example: 4 to 15); EOS may end it earlier
     stop_token: Literal["eos"] | None = "eos"  # end at EOS and the model's other stop tokens; None: never
     stop_token_id: list[int] | None = None  # end responses at these token ids only; replaces --stop-token
     temperature: float = 1.0  # sampling temperature; all log-probabilities use it too
@@ -224,7 +225,7 @@ RECIPES = {
 #
 # The hidden state of each token predicts the next one: "film" predicts "was".
 #
-# Size letters are local to a function: train passes t to learner(...), whose parameter is called T.
+# Size letters are local to a function: what train calls t may be the T of the function that it calls.
 #
 # score: one number per response, from the classifier or --reward-fn. reward: one number per token, the KL
 # penalty, plus the score on the last one. (In TRL's names, such as reward functions, rewards/NAME and
@@ -426,8 +427,8 @@ def train(args):
         prompt_batch = draw_batch(train_prompts, (update - 1) * B, B, args, update)
         with accelerator.split_between_processes(prompt_batch) as prompt_share, autocast:
             b, prompts, responses = respond(prompt_share)
-        # Rollouts of all processes: a dict of tensors, [B, ...] each. `responses` has only the texts of this
-        # process.
+        # Rollouts of all processes: a dict of tensors, [B, ...] each (its keys: see rollout). `responses` has
+        # only the texts of this process.
         b = accelerator.gather(b)
         valid = length_mask(b["lengths"], T)  # [B, T]
         rollout_end = time.time()
@@ -469,7 +470,7 @@ def train(args):
                 # do not drop rows here. To leave out a response, set its row of `valid` to False before step
                 # 3: then it counts in no loss and in no mean over tokens. (It does in the means over
                 # responses, which step 6 logs.)
-                for rows in share.split(n):
+                for rows in share.split(n):  # a micro-batch: n rows of the minibatch; mb_ names its tensors
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
                     mb_valid = valid[rows, :t]  # [n, t]
                     old_logprobs, old_values = b["logprobs"][rows, :t], b["values"][rows, :t]  # [n, t]
@@ -745,7 +746,7 @@ def rollout(model, ref_model, tokenizer, stop_ids, get_scores, batch, args):
 
     # 3. Compute log-probabilities and values of the tokens exactly as in the update: with the same forward
     #    pass, and as many rows at a time. Dropout is 0, so the ratio is 1 until the first optimizer step, up
-    #    to rounding. The log-probabilities from generation differ more, so they are only logged.
+    #    to rounding. The log-probabilities from generation differ more: they are only checked and logged.
     ids = torch.cat([prompt_ids, tokens], 1)  # [B, C + T]
     mask = torch.cat([prompt_mask, valid], 1)  # [B, C + T]
     logprobs, entropies, values, ref_logprobs = torch.zeros(4, B, T, device=ids.device)
@@ -1232,8 +1233,8 @@ def eight_bit(args):
     """What from_pretrained needs for --load-in-8bit."""
     if not args.load_in_8bit:
         return {}
-    # Threshold 0: each token is rounded alone. With 6, the default, some columns are kept in 16 bits, and
-    # which ones depends on the batch, and so would the log-probabilities.
+    # Threshold 0: each token is rounded alone. With the default, 6, some columns are kept in 16 bits. Which
+    # ones depends on the batch, and then the log-probabilities would too.
     config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
     return dict(quantization_config=config)
 
@@ -2022,7 +2023,7 @@ def report_evaluation(run, before, after):
 
 
 def check_flags(args):
-    """Raise if flags would train something else than they say."""
+    """Raise if a run would not do what its flags say."""
     check_numbers(args)
     if args.query_min_length > args.query_max_length or args.response_min_length > args.response_length:
         raise UserError("--query-min-length or --response-min-length is larger than the largest length")
@@ -2030,7 +2031,7 @@ def check_flags(args):
         raise UserError("--missing-eos-penalty without a stop token would penalize all responses alike")
 
 
-# Flags of all scripts that cannot be 0.
+# Flags of all scripts that cannot be 0. (The stars let several names stand on a line.)
 POSITIVE = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches", "num_ppo_epochs"),
     *("total_episodes", "num_train_epochs", "num_train_rows", "num_eval_prompts", "num_eval_pairs"),

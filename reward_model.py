@@ -119,7 +119,8 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 class Args:
     """The defaults train a classifier of film reviews, like lvwerra/distilbert-imdb.
 
-    A command line that names no recipe and no model starts from the recipe tiny, which replaces some of them.
+    A command line that names no recipe and no model starts from the recipe tiny, which replaces some of these
+    defaults.
     """
 
     # Run
@@ -1748,7 +1749,7 @@ def load_trained(models, folder):
 # ---- Command line ------------------------------------------------------------------------------------------
 
 
-# Flags of all scripts that cannot be 0.
+# Flags of all scripts that cannot be 0. (The stars let several names stand on a line.)
 POSITIVE = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches", "num_ppo_epochs"),
     *("total_episodes", "num_train_epochs", "num_train_rows", "num_eval_prompts", "num_eval_pairs"),

@@ -16,8 +16,8 @@ If you know PPO (ppo_sentiment.py), this is what changes (in the code: docs/diff
    judge compares the policy's summaries of held-out posts with reference summaries. The result is the win
    rate (`win_rate`).
 6. The k responses to a prompt share one forward pass over that prompt, in generation and in training
-   (`generate`, `response_logprobs`). With gradient checkpointing, training rereads it for every
-   response, and with some models, such as Qwen3.5 (`can_reuse_prompts`).
+   (`generate`, `response_logprobs`). With gradient checkpointing, and with some models such as Qwen3.5,
+   training reads the prompt again for every response (`can_reuse_prompts`).
 
     python rloo_tldr.py                             # recipe tiny: no download, no GPU, minutes on 2 cores
     python rloo_tldr.py --learning-rate 2e-4        # tiny with one change; every field of Args is a flag
@@ -102,7 +102,8 @@ NUM_EXAMPLES = tyro.conf.arg(aliases=["--num-examples"])  # TRL's name for num_e
 class Args:
     """The defaults follow the RLOO page of TRL 0.11.
 
-    A command line that names no recipe and no model starts from the recipe tiny, which replaces some of them.
+    A command line that names no recipe and no model starts from the recipe tiny, which replaces some of these
+    defaults.
     """
 
     # Run
@@ -230,7 +231,7 @@ RECIPES = {
 #
 # The hidden state of each token predicts the next one: "DR:" predicts "My".
 #
-# Size letters are local to a function: train passes t to learner(...), whose parameter is called T.
+# Size letters are local to a function: what train calls t may be the T of the function that it calls.
 #
 # From reward functions to the reward, per response:
 #
@@ -321,9 +322,7 @@ def train(args):
     accelerator = start_accelerator(args)
     device, world = accelerator.device, accelerator.num_processes
     n, k, T = args.per_device_train_batch_size, args.rloo_k, args.response_length
-    B = (
-        n * args.gradient_accumulation_steps * args.num_mini_batches * world
-    )  # episodes (responses) per update
+    B = n * args.gradient_accumulation_steps * args.num_mini_batches * world  # responses per update
     P = B // k  # prompts per update
     updates = math.ceil(args.total_episodes / B)
     # What the progress bar shows: label -> metric.
@@ -342,7 +341,7 @@ def train(args):
     # Functions of --reward-fn get this. global_step: updates so far. Both evaluations use the last value, so
     # that a reward with a schedule scores before and after alike.
     trainer_state = transformers.TrainerState(max_steps=updates, global_step=updates)
-    # get_scores(examples, responses, response_tokens) -> dict: name of the reward -> [B]. RLOO maximizes it.
+    # get_scores(examples, responses, response_tokens) -> dict: name of the reward -> [B]
     # get_judge_scores, of --judge-fn, is only logged for each batch.
     # judge(posts, responses) -> verdicts against the reference summaries, asked for after training and by
     # --eval-every. It is --judge-model or, without one, --judge-fn.
@@ -454,7 +453,8 @@ def train(args):
                     # Row numbers of their responses, short ones first: similar lengths need less padding.
                     rows_of_share = sorted_groups(share, b["lengths"], k, can_reuse_prompts(policy))
                 # accelerate expects gradient_accumulation_steps micro-batches per step (asserted below), so
-                # do not drop rows here; set advantages to 0.
+                # do not drop rows here. To leave out a response, set its advantage to 0. (It still counts in
+                # the number of responses, and with k2 or k3 its KL is still in the loss.)
                 for rows in rows_of_share.split(n):
                     t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
                     # accumulate: processes exchange gradients only at the last micro-batch.
@@ -706,13 +706,13 @@ def rollout(model, ref_model, tokenizer, stop_ids, get_scores, batch, args):
       ref_logprobs, entropies [P * k, T]
     - the responses, P * k str
     """
-    # It also calls the reward, get_scores, whose results are the rewards/NAME in b.
+    # sample_responses also calls get_scores, whose results are the rewards/NAME in b.
     b, responses = sample_responses(model.policy, tokenizer, stop_ids, get_scores, batch, args)
     scores_by_name = {name: x for name, x in b.items() if name.startswith("rewards/")}
 
     # The same forward pass, and as many rows at a time, as in the update. Dropout is 0, so the ratio is 1
     # until the first optimizer step, up to rounding. The log-probabilities from generation differ more, and
-    # the sum over a response adds the differences up, so they are only logged.
+    # the sum over a response adds the differences up, so they are only checked and logged.
     P, k, T = batch["uniforms"].shape
     C = b["ids"].shape[1] - T
     logprobs, entropies, ref_logprobs = torch.zeros(3, P * k, T, device=stop_ids.device)
@@ -823,7 +823,7 @@ def generate(policy, ids, mask, uniforms, stop_ids, temperature):
     hidden, mask = hidden[prompt_of_row], mask[prompt_of_row]
     uniforms = uniforms.flatten(0, 1)  # [P * k, T]
     if can_be_recorded(policy, cache):
-        # Most GPUs run the loop below in this faster version. Both sample by sample_next.
+        # On a GPU, most models run the loop below in this faster version. Both sample by sample_next.
         return generate_recorded(policy, cache, hidden, mask, uniforms, stop_ids, temperature)
 
     tokens = torch.zeros(P * k, T, dtype=torch.long, device=ids.device)
@@ -1285,8 +1285,8 @@ def eight_bit(args):
     """What from_pretrained needs for --load-in-8bit."""
     if not args.load_in_8bit:
         return {}
-    # Threshold 0: each token is rounded alone. With 6, the default, some columns are kept in 16 bits, and
-    # which ones depends on the batch, and so would the log-probabilities.
+    # Threshold 0: each token is rounded alone. With the default, 6, some columns are kept in 16 bits. Which
+    # ones depends on the batch, and then the log-probabilities would too.
     config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
     return dict(quantization_config=config)
 
@@ -2433,7 +2433,7 @@ def report_evaluation(run, judge, posts, before, after):
 
 
 def check_flags(args):
-    """Raise if flags would train something else than they say."""
+    """Raise if a run would not do what its flags say."""
     check_numbers(args)
     n, k = args.per_device_train_batch_size, args.rloo_k
     if k < 2 or n * args.gradient_accumulation_steps % k:
@@ -2445,7 +2445,7 @@ def check_flags(args):
         raise UserError("--missing-eos-penalty without a stop token would penalize all responses alike")
 
 
-# Flags of all scripts that cannot be 0.
+# Flags of all scripts that cannot be 0. (The stars let several names stand on a line.)
 POSITIVE = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches", "num_ppo_epochs"),
     *("total_episodes", "num_train_epochs", "num_train_rows", "num_eval_prompts", "num_eval_pairs"),

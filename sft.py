@@ -110,7 +110,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 class Args:
     """The defaults fine-tune GPT-2 on IMDB, as was done for lvwerra/gpt2-imdb.
 
-    A command line that names no recipe and no model starts from the recipe tiny, which replaces some of them.
+    A command line that names no recipe and no model starts from the recipe tiny, which replaces some of these
+    defaults.
     """
 
     # Run
@@ -1617,7 +1618,7 @@ def report_evaluation(run, before, after, samples, num_documents):
 # ---- Command line ------------------------------------------------------------------------------------------
 
 
-# Flags of all scripts that cannot be 0.
+# Flags of all scripts that cannot be 0. (The stars let several names stand on a line.)
 POSITIVE = (
     *("per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches", "num_ppo_epochs"),
     *("total_episodes", "num_train_epochs", "num_train_rows", "num_eval_prompts", "num_eval_pairs"),

@@ -21,13 +21,15 @@ The algorithm is the same, line for line: no formula differs. What differs comes
 """,
     ("ppo_sentiment", "rloo_tldr"): """
 1. There is no value function: no GAE, no value loss, no whitening of advantages.
-2. Each prompt gets k responses, and the baseline of a response is the mean reward of the others.
+2. Each of P prompts gets k responses (B = P * k rows; those of a prompt are neighbors), and the baseline of a
+   response is the mean reward of the others.
 3. A whole response is one action: one log-probability (the sum over its tokens), one ratio, one clip, one
    advantage. So the loss is a mean over responses, not over tokens.
 4. There is one reward per response: its score minus the coefficient times the KL of the whole response. The
    coefficient is fixed. (With k2 or k3, the KL is a term of the loss instead.)
 5. Minibatches consist of whole groups, because the k responses share one pass over their prompt. After
-   training, a judge compares the summaries with references.
+   training, a judge compares the summaries with references. (A judge function also scores every batch, only to
+   log it.)
 """,
     ("rloo_tldr", "grpo_math"): """
 1. The reward is checked by a function, for example whether the answer is right. No reward model, no penalty
@@ -99,9 +101,9 @@ def page():
     lines = [
         "# What differs between the scripts\n",
         "The math of two scripts and the steps of their training loops, compared line by line: - is the first",
-        "script, + the second. Functions of one name have the same role in all scripts, and come in the same order.",
-        "Most of them, such as `make_learner`, also have the same source. Of the others (`rollout`, `generate`,",
-        "`evaluate`, `load_prompts`), `diff` shows what another task needs.\n",
+        "script, + the second. Functions of one name have the same role in all scripts, and come in the same order within a part.",
+        "Most of them, such as `make_learner`, also have the same source. Of the others, such as `rollout`,",
+        "`generate` and `load_prompts`, `diff` shows what another task needs.\n",
     ]
     return "\n".join(lines) + "\n" + "\n".join(section(*pair) for pair in PAIRS)
 
