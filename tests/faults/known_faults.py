@@ -581,9 +581,9 @@ ppo_dialog.train: the loss of a dialog minibatch is divided by the mean number o
 # Flags
 
 rloo_tldr.train: the estimator of a KL in the loss is not used (trap 36)
-  runs/test_evaluation_rloo.py::test_two_updates_by_hand[k3 in the loss, clipped gradient]
+  runs/test_evaluation_rloo.py::test_two_updates_by_hand[k2 in the loss]
   - args.kl_estimator)
-  + "k2")
+  + "k3")
 ppo_sentiment.train: vf_coef is not used (trap 36)
   runs/test_evaluation_ppo.py::test_every_metric_of_every_update[reviews_run]
   - args.vf_coef * value_loss
@@ -795,7 +795,7 @@ grpo_math.train: GRPO counts the tokens of one process
   runs/test_processes.py::test_two_processes_give_the_numbers_of_one[ddp-grpo_math]
   - (token_loss * mb_valid).sum() / num_tokens
   + (token_loss * mb_valid).sum() / (b["lengths"][rows_of_share].sum() * world)
-grpo_math.sample_responses: GRPO does not train the stop token
+grpo_math.sample_responses: GRPO does not train the stop token (RuntimeError)
   runs/test_evaluation_grpo.py::test_two_updates_by_hand[plain]
   - "mask": torch.cat([prompt_mask, valid], 1),
   -         "lengths": lengths,
@@ -899,7 +899,7 @@ ppo_sentiment.load_splits: of two files of a split, both are read
   faults/test_public_reports.py::test_files_of_several_kinds
   - for file in files}) > 1
   + for file in files}) > 9
-ppo_sentiment.read_rows: a csv row with a value too many is read (trap 50)
+ppo_sentiment.read_rows: a csv row with a value too many is read (trap 50, TypeError)
   faults/test_public_reports.py::test_a_csv_file_that_does_not_fit_its_header
   - len(row) != len(reader.fieldnames)
   + len(row) < len(reader.fieldnames)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 import ppo_dialog as dialog
 import ppo_sentiment as ppo
 import rloo_tldr as rloo
+import sft
 
 every_architecture = pytest.mark.parametrize("arch", [*ARCHITECTURES, *HYBRIDS])
 each_check = pytest.mark.parametrize("check", [ppo.check_model, rloo.check_model, dialog.check_model])
@@ -134,8 +135,8 @@ def test_train_mode_has_no_dropout(noisy, arch):
 
 def test_lora_has_no_dropout(tiny_lm):
     """Trap 13: two forward passes of an adapter in training mode are equal."""
-    base = ppo.load_model(transformers.AutoModelForCausalLM, tiny_lm())
-    model = ppo.add_lora(base, ppo.Args(lora_r=4, lora_target_modules="c_attn")).train()
+    base = sft.load_model(transformers.AutoModelForCausalLM, tiny_lm())
+    model = sft.add_lora(base, sft.Args(lora_r=4, lora_target_modules="c_attn")).train()
     for name, p in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(p)

@@ -13,6 +13,7 @@ import torch
 import transformers
 from math_tools import close, left_padded, random_ids, random_model
 
+import ppo_sentiment
 import rloo_tldr
 
 ARCHITECTURES = ("gpt2", "gpt_neox", "opt", "bloom", "llama", "qwen2")
@@ -150,7 +151,7 @@ def test_fused_norms_are_the_same(tiny_lm):
     """load_model replaces RMSNorm by torch's. On a CPU the bits are the same, gradients up to rounding."""
     folder = tiny_lm("qwen2")
     plain = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
-    fused = rloo_tldr.load_model(transformers.AutoModelForCausalLM, str(folder)).eval()
+    fused = ppo_sentiment.load_model(transformers.AutoModelForCausalLM, str(folder)).eval()
     assert sum(isinstance(module, torch.nn.RMSNorm) for module in fused.modules()) == 5
     assert fused.state_dict().keys() == plain.state_dict().keys()
     ids = random_ids(3, 9, seed=2)
