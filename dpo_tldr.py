@@ -44,9 +44,9 @@ The loss is the same, but without --eval-dataset-name, the samples of the policy
     python dpo_tldr.py --resume RUN_FOLDER         # continue a stopped run; on a CPU, bit for bit
     python rloo_tldr.py judge --model-name-or-path RUN/model --judge-model JUDGE    # ask another judge
 
-Part I is the algorithm: flags, math, loop, data, model. Part II is infrastructure: models, data,
-processes, run folder, flags. Papers: Direct Preference Optimization (Rafailov et al. 2023), Learning to
-Summarize from Human Feedback (Stiennon et al. 2020).
+Part I is the algorithm: flags, math, loop, evaluation, pairs, samples, model. Part II is infrastructure:
+models, data, processes, run folder, flags. Papers: Direct Preference Optimization (Rafailov et al. 2023),
+Learning to Summarize from Human Feedback (Stiennon et al. 2020).
 Results, metrics, which lines to change for IPO, SimPO and others: docs/dpo_tldr.md.
 """
 
@@ -636,14 +636,14 @@ def sample_tokens(probs, uniforms):
     return token.clamp(max=probs.shape[1] - 1)
 
 
-def response_lengths(tokens, stop_token_id):
+def response_lengths(tokens, stop_ids):
     """Number of tokens up to and including the first stop token; T if there is none. [B, T] -> [B]
 
-    stop_token_id: one id, or a tensor of several
+    stop_ids: one id, or a tensor of several
     """
     T = tokens.shape[1]
     position = torch.arange(1, T + 1, device=tokens.device)  # [T]
-    return torch.where(torch.isin(tokens, stop_token_id), position, T).amin(1)
+    return torch.where(torch.isin(tokens, stop_ids), position, T).amin(1)
 
 
 # ---- Policy and reference ----------------------------------------------------------------------------------
@@ -1092,8 +1092,6 @@ def load_splits(name):
             splits[split] = [row for file in files for row in read_rows(file)]
     if not splits:
         path, _, config = resolve_path(name).partition(":")
-        if not Path(path).exists():
-            accelerate.PartialState().print(f"{name}: no such file or folder here, so the Hub is asked")
         loaded = datasets.load_dataset(path, config or None)
         readers = {rows.info.builder_name for rows in loaded.values()}
         if Path(path).exists() and readers & {"json", "csv"}:

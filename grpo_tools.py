@@ -26,10 +26,10 @@ grpo_math.py, this is what changes (in the code: docs/differences.md):
     accelerate launch grpo_tools.py gsm8k-tools-qwen-0.5b    # on N GPUs, with N times the batch
     python grpo_tools.py --resume RUN_FOLDER         # continue a stopped run; on a CPU, bit for bit
 
-Part I is the algorithm: flags, math, loop, rollout, model. Part II is infrastructure: models, rewards,
-data, processes, run folder, flags. Papers: DeepSeekMath (GRPO, Shao et al. 2024), DAPO (Yu et al. 2025),
-ReTool (Feng et al. 2025), Search-R1 (masks of what a tool wrote, Jin et al. 2025), Toolformer (Schick et al.
-2023). Results, metrics, which lines to change for what: docs/grpo_tools.md.
+Part I is the algorithm: flags, math, loop, evaluation, rollout, model. Part II is infrastructure: models,
+rewards, data, processes, run folder, flags. Papers: DeepSeekMath (GRPO, Shao et al. 2024), DAPO (Yu et al.
+2025), ReTool (Feng et al. 2025), Search-R1 (masks of what a tool wrote, Jin et al. 2025), Toolformer (Schick
+et al. 2023). Results, metrics, which lines to change for what: docs/grpo_tools.md.
 """
 
 # `uv run grpo_tools.py` installs these packages and needs no other set-up.
@@ -947,14 +947,14 @@ def sample_tokens(probs, uniforms):
     return token.clamp(max=probs.shape[1] - 1)
 
 
-def response_lengths(tokens, stop_token_id):
+def response_lengths(tokens, stop_ids):
     """Number of tokens up to and including the first stop token; T if there is none. [B, T] -> [B]
 
-    stop_token_id: one id, or a tensor of several
+    stop_ids: one id, or a tensor of several
     """
     T = tokens.shape[1]
     position = torch.arange(1, T + 1, device=tokens.device)  # [T]
-    return torch.where(torch.isin(tokens, stop_token_id), position, T).amin(1)
+    return torch.where(torch.isin(tokens, stop_ids), position, T).amin(1)
 
 
 # ---- Policy and reference ----------------------------------------------------------------------------------
@@ -1767,8 +1767,6 @@ def load_splits(name):
             splits[split] = [row for file in files for row in read_rows(file)]
     if not splits:
         path, _, config = resolve_path(name).partition(":")
-        if not Path(path).exists():
-            accelerate.PartialState().print(f"{name}: no such file or folder here, so the Hub is asked")
         loaded = datasets.load_dataset(path, config or None)
         readers = {rows.info.builder_name for rows in loaded.values()}
         if Path(path).exists() and readers & {"json", "csv"}:

@@ -25,11 +25,11 @@ a dialog changes:
     torchrun --nproc_per_node 2 ppo_dialog.py       # two processes, twice the batch
     python ppo_dialog.py --resume RUN_FOLDER        # continue a stopped run; on a CPU, bit for bit
 
-Part I is the algorithm: flags, math, loop, rollout, model. Part II is infrastructure: models, rewards,
-data, processes, run folder, chat, flags. docs/differences.md shows these changes in the code. Papers:
-RL4LMs (Ramamurthy et al. 2023), METEOR (Banerjee and Lavie 2005), PPO (Schulman et al. 2017), GAE (Schulman
-et al. 2016), Ziegler et al. 2019, the N+ paper (Huang et al. 2024). Results, metrics, which lines to change
-for what: docs/ppo_dialog.md.
+Part I is the algorithm: flags, math, loop, evaluation, rollout, model. Part II is infrastructure: models,
+rewards, data, processes, run folder, chat, flags. docs/differences.md shows these changes in the code.
+Papers: RL4LMs (Ramamurthy et al. 2023), METEOR (Banerjee and Lavie 2005), PPO (Schulman et al. 2017), GAE
+(Schulman et al. 2016), Ziegler et al. 2019, the N+ paper (Huang et al. 2024). Results, metrics, which lines
+to change for what: docs/ppo_dialog.md.
 """
 
 # `uv run ppo_dialog.py` installs these packages and needs no other set-up.
@@ -443,6 +443,12 @@ def train(args):
         answers = accelerate.utils.gather_object(answers)  # B str, in the order of turns
         C = b["ids"].shape[1] - T  # of this batch
         valid = length_mask(b["lengths"], T)  # [B, T]
+        # Generation computes one token at a time, with a cache. How far its log-probabilities are from those
+        # of the full forward pass:
+        sampling_gap = (b["sampling_logprobs"] - b["logprobs"])[valid].abs()
+        if is_first_step:
+            gap = sampling_gap.mean()
+            assert gap < 0.1, f"sampling and update differ by {gap:.2g} nats per token"
         rollout_end = time.time()
 
         # 2. Scores: clip, then subtract missing_eos_penalty from responses that did not end on their own.
@@ -524,12 +530,8 @@ def train(args):
                             metric_sums[name] += (x * mb_valid).sum()
                         # No optimizer step since the rollout: these are log-probabilities of one policy.
                         if is_first_step:
-                            num_valid = mb_valid.sum().clamp(min=1)
-                            gap = (log_ratio.abs() * mb_valid).sum() / num_valid
+                            gap = (log_ratio.abs() * mb_valid).sum() / mb_valid.sum().clamp(min=1)
                             assert gap < 0.02, f"rollout and update differ by {gap:.2g} nats per token"
-                            sampling_gap = (b["sampling_logprobs"][rows, :t] - old_logprobs).abs()
-                            gap = (sampling_gap * mb_valid).sum() / num_valid
-                            assert gap < 0.1, f"sampling and update differ by {gap:.2g} nats per token"
 
                 assert accelerator.sync_gradients, "no optimizer step: too few or too many micro-batches"
                 is_first_step = False
@@ -546,9 +548,6 @@ def train(args):
         # var r = E[(r - 1)^2] - (E[r - 1])^2
         update_metrics["val/ratio_var"] -= (update_metrics["val/ratio"] - 1) ** 2
         kl_per_response = kl.sum(1).mean()
-        # Generation computes one token at a time, with a cache. How far its log-probabilities are from those
-        # of the full forward pass:
-        sampling_gap = (b["sampling_logprobs"] - b["logprobs"])[valid].abs()
         lengths = b["lengths"].float()
         metrics = {
             "update": update,
@@ -1690,8 +1689,6 @@ def load_splits(name):
             splits[split] = [row for file in files for row in read_rows(file)]
     if not splits:
         path, _, config = resolve_path(name).partition(":")
-        if not Path(path).exists():
-            accelerate.PartialState().print(f"{name}: no such file or folder here, so the Hub is asked")
         loaded = datasets.load_dataset(path, config or None)
         readers = {rows.info.builder_name for rows in loaded.values()}
         if Path(path).exists() and readers & {"json", "csv"}:

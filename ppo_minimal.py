@@ -372,14 +372,14 @@ def sample_tokens(probs, uniforms):
     return torch.searchsorted(ends, target, right=True).squeeze(1)
 
 
-def response_lengths(tokens, stop_token_id):
+def response_lengths(tokens, stop_ids):
     """Number of tokens up to and including the first stop token; T if there is none. [B, T] -> [B]
 
-    stop_token_id: one id, or a tensor of several
+    stop_ids: one id, or a tensor of several
     """
     T = tokens.shape[1]
     position = torch.arange(1, T + 1, device=tokens.device)  # [T]
-    return torch.where(torch.isin(tokens, stop_token_id), position, T).amin(1)
+    return torch.where(torch.isin(tokens, stop_ids), position, T).amin(1)
 
 
 # ---- Policy, value function, reference ---------------------------------------------------------------------

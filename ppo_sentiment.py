@@ -24,8 +24,8 @@ bonus. As in TRL, advantages are whitened over the whole batch; CleanRL does it 
     torchrun --nproc_per_node 2 ppo_sentiment.py       # two processes, twice the batch
     python ppo_sentiment.py --resume RUN_FOLDER        # continue a stopped run; on a CPU, bit for bit
 
-Part I is the algorithm: flags, math, loop, rollout, model. Part II is infrastructure: models, rewards,
-data, processes, run folder, flags. Papers: PPO (Schulman et al. 2017), GAE (Schulman et al. 2016),
+Part I is the algorithm: flags, math, loop, evaluation, rollout, model. Part II is infrastructure: models,
+rewards, data, processes, run folder, flags. Papers: PPO (Schulman et al. 2017), GAE (Schulman et al. 2016),
 Fine-Tuning Language Models from Human Preferences (Ziegler et al. 2019), The N+ Implementation Details of
 RLHF with PPO (Huang et al. 2024). Results, metrics, which lines to change for what: docs/ppo_sentiment.md.
 """
@@ -362,8 +362,8 @@ def train(args):
     tokenizer = load_tokenizer(args.model_name_or_path)
     refuse_appended_eos(tokenizer, args.model_name_or_path)
     train_rows, held_out_rows = load_splits(args.dataset_name)
-    train_prompts = load_prompts(train_rows, tokenizer, args)
-    held_out_prompts = load_prompts(held_out_rows, tokenizer, args)
+    train_reviews = load_prompts(train_rows, tokenizer, args)
+    held_out_reviews = load_prompts(held_out_rows, tokenizer, args)
     # Functions of --reward-fn get this. global_step: updates so far. Both evaluations use the last value, so
     # that a reward with a schedule scores before and after alike.
     trainer_state = transformers.TrainerState(max_steps=updates, global_step=updates)
@@ -380,8 +380,8 @@ def train(args):
 
     accelerator.print(
         f"recipe {args.recipe}: {args.model_name_or_path} on {args.dataset_name}, {device}, bf16: {is_bf16}\n"
-        f"reviews that are long enough: {len(train_prompts)} of {len(train_rows)} for training, "
-        f"{len(held_out_prompts)} of {len(held_out_rows)} held out; "
+        f"reviews that are long enough: {len(train_reviews)} of {len(train_rows)} for training, "
+        f"{len(held_out_reviews)} of {len(held_out_rows)} held out; "
         f"a prompt is the first {args.query_min_length} to {C} tokens, so it may end inside a word\n"
         f"batch: {n} responses per pass x {args.gradient_accumulation_steps} accumulated "
         f"x {args.num_mini_batches} minibatches x {world} processes = {B} episodes; {updates} updates "
@@ -399,10 +399,10 @@ def train(args):
     # The held-out prompts and their random numbers depend only on the seed, so the evaluations before and
     # after training use the same ones, and so does a resumed run: `before` is always measured with the policy
     # before PPO, since run.start loads a checkpoint only below.
-    num_eval_prompts = min(args.num_eval_prompts, len(held_out_prompts))
+    num_eval_prompts = min(args.num_eval_prompts, len(held_out_reviews))
     if num_eval_prompts < world:
         raise UserError(f"{world} processes need as many held-out prompts; there are {num_eval_prompts}")
-    held_out = draw_batch(held_out_prompts, 0, num_eval_prompts, args, "held-out")
+    held_out = draw_batch(held_out_reviews, 0, num_eval_prompts, args, "held-out")
     # respond(batch) -> b (a dict of tensors), prompts, responses
     respond = partial(rollout, model, ref_model, tokenizer, stop_ids, get_scores, args=args)
     with autocast:
@@ -424,13 +424,19 @@ def train(args):
         set_global_seed(args.seed, update, accelerator.process_index)
         # The beginnings of the next B reviews are the prompts. With them come a length limit for each
         # response, and the random numbers to sample it with.
-        prompt_batch = draw_batch(train_prompts, (update - 1) * B, B, args, update)
+        prompt_batch = draw_batch(train_reviews, (update - 1) * B, B, args, update)
         with accelerator.split_between_processes(prompt_batch) as prompt_share, autocast:
             b, prompts, responses = respond(prompt_share)
         # Rollouts of all processes: a dict of tensors, [B, ...] each (its keys: see rollout). `responses` has
         # only the texts of this process.
         b = accelerator.gather(b)
         valid = length_mask(b["lengths"], T)  # [B, T]
+        # Generation computes one token at a time, with a cache. How far its log-probabilities are from those
+        # of the full forward pass:
+        sampling_gap = (b["sampling_logprobs"] - b["logprobs"])[valid].abs()
+        if is_first_step:
+            gap = sampling_gap.mean()
+            assert gap < 0.1, f"sampling and update differ by {gap:.2g} nats per token"
         rollout_end = time.time()
 
         # 2. Scores: clip, then subtract missing_eos_penalty from responses that did not end on their own.
@@ -512,12 +518,8 @@ def train(args):
                             metric_sums[name] += (x * mb_valid).sum()
                         # No optimizer step since the rollout: these are log-probabilities of one policy.
                         if is_first_step:
-                            num_valid = mb_valid.sum().clamp(min=1)
-                            gap = (log_ratio.abs() * mb_valid).sum() / num_valid
+                            gap = (log_ratio.abs() * mb_valid).sum() / mb_valid.sum().clamp(min=1)
                             assert gap < 0.02, f"rollout and update differ by {gap:.2g} nats per token"
-                            sampling_gap = (b["sampling_logprobs"][rows, :t] - old_logprobs).abs()
-                            gap = (sampling_gap * mb_valid).sum() / num_valid
-                            assert gap < 0.1, f"sampling and update differ by {gap:.2g} nats per token"
 
                 assert accelerator.sync_gradients, "no optimizer step: too few or too many micro-batches"
                 is_first_step = False
@@ -534,9 +536,6 @@ def train(args):
         # var r = E[(r - 1)^2] - (E[r - 1])^2
         update_metrics["val/ratio_var"] -= (update_metrics["val/ratio"] - 1) ** 2
         kl_per_response = kl.sum(1).mean()
-        # Generation computes one token at a time, with a cache. How far its log-probabilities are from those
-        # of the full forward pass:
-        sampling_gap = (b["sampling_logprobs"] - b["logprobs"])[valid].abs()
         lengths = b["lengths"].float()
         metrics = {
             "update": update,
@@ -840,14 +839,14 @@ def sample_tokens(probs, uniforms):
     return token.clamp(max=probs.shape[1] - 1)
 
 
-def response_lengths(tokens, stop_token_id):
+def response_lengths(tokens, stop_ids):
     """Number of tokens up to and including the first stop token; T if there is none. [B, T] -> [B]
 
-    stop_token_id: one id, or a tensor of several
+    stop_ids: one id, or a tensor of several
     """
     T = tokens.shape[1]
     position = torch.arange(1, T + 1, device=tokens.device)  # [T]
-    return torch.where(torch.isin(tokens, stop_token_id), position, T).amin(1)
+    return torch.where(torch.isin(tokens, stop_ids), position, T).amin(1)
 
 
 # ---- Policy, value function, reference ---------------------------------------------------------------------
@@ -1485,8 +1484,6 @@ def load_splits(name):
             splits[split] = [row for file in files for row in read_rows(file)]
     if not splits:
         path, _, config = resolve_path(name).partition(":")
-        if not Path(path).exists():
-            accelerate.PartialState().print(f"{name}: no such file or folder here, so the Hub is asked")
         loaded = datasets.load_dataset(path, config or None)
         readers = {rows.info.builder_name for rows in loaded.values()}
         if Path(path).exists() and readers & {"json", "csv"}:

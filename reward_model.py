@@ -49,7 +49,7 @@ If you know how to train a text classifier, this is what changes when it serves 
 The result loads with AutoModelForSequenceClassification; a classifier of texts works in transformers.pipeline
 too. With preferences, a decoder's score is read at the last of the tokens that `preference_ids` makes.
 
-Part I is the algorithm: flags, math, loop, data, model. Part II is infrastructure: models, data,
+Part I is the algorithm: flags, math, loop, evaluation, texts, model. Part II is infrastructure: models, data,
 processes, run folder, flags. Papers: Learning to Summarize from Human Feedback (Stiennon et al. 2020),
 InstructGPT (Ouyang et al. 2022), The N+ Implementation Details of RLHF with PPO (Huang et al. 2024).
 Results, metrics, which lines to change for what: docs/reward_model.md.
@@ -1027,8 +1027,6 @@ def load_splits(name):
             splits[split] = [row for file in files for row in read_rows(file)]
     if not splits:
         path, _, config = resolve_path(name).partition(":")
-        if not Path(path).exists():
-            accelerate.PartialState().print(f"{name}: no such file or folder here, so the Hub is asked")
         loaded = datasets.load_dataset(path, config or None)
         readers = {rows.info.builder_name for rows in loaded.values()}
         if Path(path).exists() and readers & {"json", "csv"}:

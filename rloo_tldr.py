@@ -26,10 +26,10 @@ If you know PPO (ppo_sentiment.py), this is what changes (in the code: docs/diff
     python rloo_tldr.py --resume RUN_FOLDER         # continue a stopped run; on a CPU, bit for bit
     python rloo_tldr.py judge --model-name-or-path MODEL --judge-model JUDGE --judge-url URL    # only judge
 
-Part I is the algorithm: flags, math, loop, rollout, model. Part II is infrastructure: models, rewards,
-judges, data, processes, run folder, flags. Papers: Buy 4 REINFORCE Samples, Get a Baseline for Free! (Kool et
-al. 2019), Back to Basics (Ahmadian et al. 2024), Learning to Summarize from Human Feedback (Stiennon et al.
-2020), The N+ Implementation Details of RLHF with PPO (Huang et al. 2024).
+Part I is the algorithm: flags, math, loop, evaluation, rollout, model. Part II is infrastructure: models,
+rewards, judges, data, processes, run folder, flags. Papers: Buy 4 REINFORCE Samples, Get a Baseline for Free!
+(Kool et al. 2019), Back to Basics (Ahmadian et al. 2024), Learning to Summarize from Human Feedback (Stiennon
+et al. 2020), The N+ Implementation Details of RLHF with PPO (Huang et al. 2024).
 Results, metrics, which lines to change for what: docs/rloo_tldr.md.
 """
 
@@ -416,6 +416,12 @@ def train(args):
         b = accelerator.gather(b)
         C = b["ids"].shape[1] - T  # positions of the longest prompt in this batch
         valid = length_mask(b["lengths"], T)  # [B, T]
+        # Generation computes one token at a time, with a cache. How far its log-probabilities are from those
+        # of the full forward pass:
+        sampling_gap = (b["sampling_logprobs"] - b["logprobs"])[valid].abs()
+        if is_first_step:
+            gap = sampling_gap.mean()
+            assert gap < 0.1, f"sampling and update differ by {gap:.2g} nats per token"
         rollout_end = time.time()
 
         # 2. Scores: clip, then subtract missing_eos_penalty from responses that did not end on their own.
@@ -493,12 +499,9 @@ def train(args):
                             metric_sums[name] += x.float().sum()
                         # No optimizer step since the rollout: these are log-probabilities of one policy.
                         if is_first_step:
-                            mb_valid = valid[rows, :t]
-                            old, sampled = b["logprobs"][rows, :t], b["sampling_logprobs"][rows, :t]
-                            gap = (new_token_logprobs - old)[mb_valid].abs().mean()
+                            token_gap = new_token_logprobs - b["logprobs"][rows, :t]
+                            gap = token_gap[valid[rows, :t]].abs().mean()
                             assert gap < 0.02, f"rollout and update differ by {gap:.2g} nats per token"
-                            gap = (sampled - old)[mb_valid].abs().mean()
-                            assert gap < 0.1, f"sampling and update differ by {gap:.2g} nats per token"
 
                 assert accelerator.sync_gradients, "no optimizer step: too few or too many micro-batches"
                 is_first_step = False
@@ -516,9 +519,6 @@ def train(args):
         lengths = b["lengths"].float()
         # The entropy is per token: the mean over responses, divided by the mean length.
         update_metrics["policy/entropy_avg"] = update_metrics.pop("entropy") / lengths.mean()
-        # Generation computes one token at a time, with a cache. How far its log-probabilities are from those
-        # of the full forward pass:
-        sampling_gap = (b["sampling_logprobs"] - b["logprobs"])[valid].abs()
         score_std_of_groups = b["raw_scores"].view(P, k).std(1, correction=0)  # [P]
         metrics = {
             "update": update,
@@ -871,14 +871,14 @@ def sample_tokens(probs, uniforms):
     return token.clamp(max=probs.shape[1] - 1)
 
 
-def response_lengths(tokens, stop_token_id):
+def response_lengths(tokens, stop_ids):
     """Number of tokens up to and including the first stop token; T if there is none. [B, T] -> [B]
 
-    stop_token_id: one id, or a tensor of several
+    stop_ids: one id, or a tensor of several
     """
     T = tokens.shape[1]
     position = torch.arange(1, T + 1, device=tokens.device)  # [T]
-    return torch.where(torch.isin(tokens, stop_token_id), position, T).amin(1)
+    return torch.where(torch.isin(tokens, stop_ids), position, T).amin(1)
 
 
 # ---- Policy and reference ----------------------------------------------------------------------------------
@@ -1798,8 +1798,6 @@ def load_splits(name):
             splits[split] = [row for file in files for row in read_rows(file)]
     if not splits:
         path, _, config = resolve_path(name).partition(":")
-        if not Path(path).exists():
-            accelerate.PartialState().print(f"{name}: no such file or folder here, so the Hub is asked")
         loaded = datasets.load_dataset(path, config or None)
         readers = {rows.info.builder_name for rows in loaded.values()}
         if Path(path).exists() and readers & {"json", "csv"}:

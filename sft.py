@@ -37,7 +37,7 @@ If you know nanoGPT's train.py, this is what differs:
     torchrun --nproc_per_node 2 sft.py                 # two processes, twice the batch
     python sft.py --resume RUN_FOLDER                  # continue a stopped run; on a CPU, bit for bit
 
-Part I is the algorithm: flags, math, loop, data, model. Part II is infrastructure: models,
+Part I is the algorithm: flags, math, loop, evaluation, documents, model. Part II is infrastructure: models,
 data, processes, run folder, flags. Papers: the first step of InstructGPT (Ouyang et al. 2022), packing
 without cross-contamination (Krell et al. 2021), LoRA (Hu et al. 2021), The N+ Implementation Details of RLHF
 with PPO ("N+ paper", Huang et al. 2024).
@@ -1114,8 +1114,6 @@ def load_splits(name):
             splits[split] = [row for file in files for row in read_rows(file)]
     if not splits:
         path, _, config = resolve_path(name).partition(":")
-        if not Path(path).exists():
-            accelerate.PartialState().print(f"{name}: no such file or folder here, so the Hub is asked")
         loaded = datasets.load_dataset(path, config or None)
         readers = {rows.info.builder_name for rows in loaded.values()}
         if Path(path).exists() and readers & {"json", "csv"}:

@@ -6,7 +6,8 @@ transformers 4.45 writes them if TRL 0.11 is among the contestants, because 4.45
 
 - neox14m: the shape of pythia-14m
 - gpt2_small: GPT-2 with 124 M parameters
-- NAME_rm, for each of them: a sequence classifier with one label
+- NAME_rm and NAME_labels, for each of them: a sequence classifier with one label, and one with two, because
+  ppo_sentiment.py refuses the first
 - prompts_50k, prompts_50k_long: texts of exactly 64 and 448 tokens
 - texts, pairs: pieces of Python files with the columns of film reviews and of preferences, for the jobs sft and
   reward-model without a network
@@ -77,7 +78,7 @@ def write_prompts(tokenizer, folder, length=64):
 
 
 def save(model, tokenizer, folder):
-    """The model, and a classifier of its shape with one label."""
+    """The model, and classifiers of its shape with one label and with two."""
     ends = dict(
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -85,10 +86,13 @@ def save(model, tokenizer, folder):
     )
     model.config.update(ends)
     model.generation_config.update(**ends)
-    config = copy.deepcopy(model.config)
-    config.num_labels = 1
-    reward_model = AutoModelForSequenceClassification.from_config(config)
-    for kind, path in ((model, folder), (reward_model, folder.with_name(f"{folder.name}_rm"))):
+    kinds = {"": model}
+    for suffix, num_labels in (("_rm", 1), ("_labels", 2)):
+        config = copy.deepcopy(model.config)
+        config.num_labels = num_labels
+        kinds[suffix] = AutoModelForSequenceClassification.from_config(config)
+    for suffix, kind in kinds.items():
+        path = folder.with_name(folder.name + suffix)
         kind.save_pretrained(path)
         tokenizer.save_pretrained(path)
     print(f"{folder.name}: {sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters")

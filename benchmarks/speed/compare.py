@@ -223,7 +223,8 @@ def our_command(job, changes, models, rows, batches, out, root=ROOT):
             num_eval_prompts=1,
         )
         if "critic" in job:
-            flags |= dict(reward_label=0, value_model_path=f"{model}_rm", kl_target=None, kl_coef=0.05)
+            flags |= dict(reward_model_path=f"{model}_labels", reward_label=0)
+            flags |= dict(value_model_path=f"{model}_rm", kl_target=None, kl_coef=0.05)
         else:
             flags |= dict(reward_fn=[f"{HERE / 'reward.py'}:distinct_letters"])
     return [sys.executable, root / script, *flags_of(flags | changes)]

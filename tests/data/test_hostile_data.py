@@ -356,16 +356,3 @@ def test_whitespace_is_no_text(scripts, tmp_path):
     for module in scripts.values():
         train, _ = module.load_splits(write_rows(tmp_path / module.__name__, train=rows, test=rows[1:]))
         assert train == [dict(prompt="", completion="", label=1), rows[1]]
-
-
-def test_a_folder_that_does_not_exist(scripts, tmp_path, monkeypatch, capsys):
-    """The Hub's error comes after a line that says why the Hub is asked."""
-
-    def load_dataset(name, config):
-        raise ConnectionError(name)
-
-    for module in scripts.values():
-        monkeypatch.setattr(module.datasets, "load_dataset", load_dataset)
-        with pytest.raises(ConnectionError):
-            module.load_splits("shpo")
-        assert capsys.readouterr().out == "shpo: no such file or folder here, so the Hub is asked\n"

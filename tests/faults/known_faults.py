@@ -149,7 +149,7 @@ ppo_sentiment.rollout: only EOS counts as a stop (trap 16)
   - is_stop = torch.isin(tokens, stop_ids) & valid
   + is_stop = (tokens == tokenizer.eos_token_id) & valid
 ppo_sentiment.rollout: limits of responses are ignored
-  runs/test_evaluation_ppo.py::test_responses_come_from_the_policy_of_their_time[reviews_run]
+  runs/test_ppo_sentiment.py::test_rare_tokens_can_be_sampled[ppo_sentiment]
   - torch.minimum(response_lengths(tokens, stop_ids), max_new_tokens)
   + response_lengths(tokens, stop_ids)
 ppo_dialog.generate: the prompt may begin the end mark of an answer
@@ -173,8 +173,8 @@ ppo_sentiment.rollout: old log-probabilities in bf16 (trap 10, UserError)
   + "logprobs": logprobs.bfloat16().float(),
 ppo_sentiment.train: a first ratio that is not 1 is accepted (trap 10)
   runs/test_ppo_sentiment.py::test_a_model_that_changes_between_calls_ends_the_run[ppo_sentiment]
-  - if is_first_step:
-  + if False:
+  - assert gap < 0.02,
+  + assert gap < 100,
 grpo_math.train: a sampler that reads less than the update is accepted (trap 10)
   runs/test_ppo_sentiment.py::test_a_sampler_that_reads_less_ends_the_run[grpo_math]
   - assert gap < 0.1,
@@ -188,7 +188,7 @@ ppo_sentiment.sample_next: the sampler's log-probability is that of another row'
   - token[:, None]).squeeze(1).log()
   + token.roll(1)[:, None]).squeeze(1).log()
 ppo_sentiment.sample_next: no temperature in sampling (trap 11)
-  runs/test_evaluation_ppo.py::test_responses_come_from_the_policy_of_their_time[reviews_run]
+  math/test_generation.py::test_generate_samples_from_transformers_softmax[0.7-llama]
   - token_logits(hidden, head.weight, temperature, head.bias)
   + token_logits(hidden, head.weight, 1.0, head.bias)
 ppo_sentiment.token_logprobs: no temperature in log-probabilities (trap 11)

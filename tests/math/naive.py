@@ -126,8 +126,8 @@ def rloo_advantages(rewards, rloo_k):
 def grpo_advantages(rewards, k, scale="group"):
     """Shao et al. 2024, section 4.1.2: (r - mean of the group) / standard deviation of the group.
 
-    The deviation is of a sample, with n - 1, plus 1e-4. scale: "group"; "none" (Liu et al. 2025). The k
-    rewards of a group are neighbors.
+    The deviation is of a sample, with n - 1, plus 1e-4. The k rewards of a group are neighbors. scale:
+    "group"; "none" (Liu et al. 2025); "mean": divided by the mean of the group (Tajwar et al. 2026).
     """
     advantages = []
     for i, reward in enumerate(rewards):
@@ -135,7 +135,9 @@ def grpo_advantages(rewards, k, scale="group"):
         group = rewards[start : start + k]
         mean = math.fsum(group) / k
         centered = reward - mean
-        if scale != "none":
+        if scale == "mean":
+            centered /= max(mean, 1e-4)
+        elif scale == "group":
             deviation = math.sqrt(math.fsum((x - mean) ** 2 for x in group) / (k - 1))
             centered /= deviation + 1e-4
         advantages.append(centered)

@@ -113,6 +113,8 @@ def update(world, tiny_lm, tmp_path_factory):
             b, responses = rollout(*inputs)
             valid = b["mask"][:, -T:]
             b["scores"] = torch.tensor(scores)
+            for i, name in enumerate(name for name in b if name.startswith("rewards/")):
+                b[name] = torch.tensor(scores).roll(i)  # other numbers for each reward function
             for seed, name in enumerate(("logprobs", "ref_logprobs", "sampling_logprobs"), 3):
                 if name in b:
                     b[name] = torch.where(valid, b[name] + 0.3 * normal(K * P, T, seed=seed), 0.0)
@@ -200,6 +202,7 @@ def of_batch(lengths):
 CASES = {  # title of a block -> advantages (lengths -> list), other inputs of naive.grpo_loss
     "Dr. GRPO": (of_group("none"), dict(mean=K * P * T)),
     "Mean per response": (of_group("group"), dict(mean="response")),
+    "MaxRL": (of_group("mean"), dict(mean="token")),
     "RLOO's baseline": (lambda lengths: naive.rloo_advantages(SCORES, K), dict(mean="token")),
     "REINFORCE++": (of_batch, dict(mean="token")),
     "Clip-higher": (of_group("group"), dict(mean="token", high=0.28)),
@@ -216,6 +219,19 @@ def test_a_variant_has_the_loss_of_its_paper(update, title):
     expected = naive.grpo_loss(by_token(run), advantages(run.lengths), kl_coef=0.1, **inputs)
     assert run.loss == pytest.approx(expected, abs=1e-5)
     assert abs(run.loss - update().loss) > 1e-4
+
+
+def test_gdpo(update):
+    """Each reward is normalized in its group, then the weighted sum over the batch."""
+    functions = (f"{ROOT}/data/math_rewards.py:correct", f"{ROOT}/data/math_rewards.py:shows_work")
+    run = update(BLOCKS["GDPO"], kl_coef=0.0, reward_fn=functions, reward_weights=(1.0, 0.3))
+    second = SCORES[-1:] + SCORES[:-1]
+    parts = zip(naive.grpo_advantages(SCORES, K), naive.grpo_advantages(second, K))
+    sums = [a + 0.3 * b for a, b in parts]
+    mean = sum(sums) / len(sums)
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in sums) / (len(sums) - 1))
+    advantages = [(x - mean) / (deviation + 1e-4) for x in sums]
+    assert run.loss == pytest.approx(naive.grpo_loss(by_token(run), advantages, "token"), abs=1e-5)
 
 
 def test_entropy_bonus(update):

@@ -59,17 +59,14 @@ def test_learning_rate_0_changes_nothing(ppo, tiny_lm):
 def test_a_model_that_changes_between_calls_ends_the_run(scripts, small, monkeypatch, script):
     """Before the first step the ratio must be 1. If rollout and update differ, the run ends."""
     module = scripts[script]
-    name = "response_logprobs" if hasattr(module, "response_logprobs") else "response_logprobs"
-    function = getattr(module, name)
-    calls = []
+    response_logprobs = module.response_logprobs
 
-    def drifting(*inputs, **options):
-        calls.append(1)
-        logprobs, *rest = function(*inputs, **options)
-        return logprobs + 0.03 * len(calls), *rest
+    def other_in_training(*inputs, **options):
+        logprobs, *rest = response_logprobs(*inputs, **options)
+        return logprobs + 0.03 * torch.is_grad_enabled(), *rest
 
     without_check_of_models(monkeypatch, module)
-    monkeypatch.setattr(module, name, drifting)
+    monkeypatch.setattr(module, "response_logprobs", other_in_training)
     with pytest.raises(AssertionError, match="rollout and update differ"):
         module.train(small(script))
 
