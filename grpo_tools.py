@@ -236,8 +236,6 @@ RECIPES = {
 #     sampled:                 1     1     1     0     0     0     1     1     0       5 sampled tokens
 #
 # The hidden state of each token predicts the next one: "asst", which the chat template writes, predicts "72".
-#
-# Size letters are local to a function: what train calls t may be the T of the function that it calls.
 
 
 def length_mask(lengths, max_length):
@@ -254,6 +252,7 @@ def kl_per_token(logprobs, ref_logprobs, estimator):
         k1  0, because the mean of grad log p(token) is 0 under p
         k2  the gradient of KL(policy || reference)
         k3  the gradient of KL(reference || policy)
+    So a loss ignores that a token also changes which tokens follow. k1 in a reward does not.
     """
     log_ratio = logprobs - ref_logprobs
     if estimator == "k1":
@@ -285,7 +284,9 @@ def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
     """
     assert logprobs.shape == old_logprobs.shape == advantages.shape  # [n] and [n, 1] would give [n, n]
     log_ratio = logprobs - old_logprobs
-    ratio = torch.exp(log_ratio.clamp(max=40))  # inf times an advantage or gradient of 0 is nan
+    # An infinite ratio would give inf * 0 = nan: in the loss if the advantage is 0, and in the backward pass,
+    # where the branch that max does not choose has a gradient of 0.
+    ratio = torch.exp(log_ratio.clamp(max=40))
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
     return torch.max(unclipped, clipped), ratio, clipped > unclipped
@@ -328,8 +329,8 @@ def train(args):
     tokenizer = load_tokenizer(args.model_name_or_path)
     set_template_options(tokenizer, args)
     refuse_appended_eos(tokenizer, args.model_name_or_path)
-    # Functions of --reward-fn get this. global_step: updates so far. Both evaluations use the last value, so
-    # that a reward with a schedule scores before and after alike.
+    # Only for functions of --reward-fn, whose rewards may have a schedule. global_step: updates so far. All
+    # evaluations use the last value, so that they score alike.
     trainer_state = transformers.TrainerState(max_steps=updates, global_step=updates)
     get_scores = load_reward(args, trainer_state, device)  # (trajectories) -> dict: name of the reward -> [B]
     # make_tools() -> the tools of a new trajectory, a dict: name -> function; and its environment, or None
@@ -360,8 +361,8 @@ def train(args):
     )
 
     learner, optimizer = make_learner(model, args, accelerator)
-    if is_bf16:
-        round_frozen_weights(policy, is_saved=True)
+    if is_bf16:  # autocast would round frozen weights (with LoRA or shared layers) in every pass
+        round_frozen_weights(policy, only_if_exact=True)
 
     # The random numbers of an evaluation depend only on the seed, so they are the same before and after
     # training. In a resumed run too, `before` measures the initial policy, because run.start loads a
@@ -395,6 +396,8 @@ def train(args):
         # the texts of this process.
         b = accelerator.gather(b)
         C = b["ids"].shape[1] - T  # positions of the longest prompt in this batch
+        # To leave out a trajectory, set its row of sampled to False here. Then it counts in no loss. (Its
+        # reward does, in the advantages of its group and in the means over trajectories.)
         sampled = b["sampled"]  # [B, T]
         rollout_end = time.time()
 
@@ -419,12 +422,10 @@ def train(args):
                 with accelerator.split_between_processes(minibatch) as share:
                     # Row numbers of their trajectories, short ones first: this needs less padding.
                     rows_of_share = sorted_groups(share, b["lengths"], k, can_reuse_prompts(policy))
-                # accelerate expects gradient_accumulation_steps micro-batches per step (asserted below), so
-                # do not drop rows here. To leave out a trajectory, set its row of `sampled` to False before
-                # this step: then it counts in no loss. (Its reward does, in the advantages of its group and
-                # in the means over trajectories.)
+                # Do not drop rows here: accelerate counts the micro-batches (asserted below).
                 for rows in rows_of_share.split(n):
-                    t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
+                    # What follows the longest response is cut off. t is the T of the functions called below.
+                    t = b["lengths"][rows].max().item()
                     mb_sampled = sampled[rows, :t]  # [n, t]; no loss on what the tools wrote
                     token_advantages = advantages[rows, None].expand(-1, t)  # [n, t]
 
@@ -743,10 +744,11 @@ def takes_several_steps(args):
 
 
 def sorted_groups(groups, lengths, k, reuses_prompts):
-    """The row numbers of whole groups, those with short responses first: they need less padding.
+    """The row numbers of whole groups, sorted by length, because similar lengths need less padding.
 
     groups: indices of prompts [G]; lengths of all responses [P * k]; reuses_prompts: the responses of a group
-    stay neighbors, because their prompt is read once -> [G * k]
+    stay neighbors, because their prompt is read once, and groups are sorted by their longest response.
+    Otherwise, single rows are sorted. -> [G * k]
     """
     longest = lengths.view(-1, k).amax(1)[groups]  # [G]
     groups = groups[longest.argsort(stable=True)]
@@ -895,7 +897,8 @@ def generate(policy, ids, mask, uniforms, stop_ids, temperature):
 
     # The model reads each prompt only once. Its keys and values serve all k responses, which are neighbors.
     prompt_of_row = torch.arange(P, device=ids.device).repeat_interleave(k)  # [P * k]
-    cache.reorder_cache(prompt_of_row)  # selects rows (batch_select_indices lacks linear attention)
+    # Keys and values [P, ...] -> [P * k, ...]. (batch_select_indices would fail with linear attention.)
+    cache.reorder_cache(prompt_of_row)
     hidden, mask = hidden[prompt_of_row], mask[prompt_of_row]
     uniforms = uniforms.flatten(0, 1)  # [P * k, T]
     if can_be_recorded(policy, cache):
@@ -1280,12 +1283,12 @@ def transformer_layers(model):
 
 
 @torch.no_grad()
-def round_frozen_weights(model, is_saved):
+def round_frozen_weights(model, only_if_exact):
     """Store the frozen weights of linear layers in bf16. Under autocast in bf16, no result changes.
 
     Autocast would round them in every forward pass, because it keeps rounded copies of trained weights only.
-    is_saved: leave out weights that would change, because they are saved with the model. (A checkpoint in
-    bf16 has none.) Call it after make_learner: FSDP2 shards layers whose weights have one dtype.
+    only_if_exact: leave out weights that would change, because the model is saved. (A checkpoint in bf16 has
+    none.) Call it after make_learner: FSDP2 shards layers whose weights have one dtype.
     """
     for layer in transformer_layers(model).modules():
         if isinstance(layer, (nn.Linear, transformers.pytorch_utils.Conv1D)):
@@ -1293,7 +1296,7 @@ def round_frozen_weights(model, is_saved):
             if weight.requires_grad or weight.dtype != torch.float32:  # trained, or quantized
                 continue
             rounded = weight.bfloat16()
-            if not is_saved or torch.equal(rounded.float(), weight):
+            if not only_if_exact or torch.equal(rounded.float(), weight):
                 weight.data = rounded
 
 
@@ -1353,7 +1356,7 @@ def load_reference(args, policy, name, device):
     else:
         ref_model = load_model(AutoModelForCausalLM, name, **eight_bit(args)).requires_grad_(False)
         if wants_bf16(args, device):
-            round_frozen_weights(ref_model, is_saved=False)
+            round_frozen_weights(ref_model, only_if_exact=False)
     return ref_model.requires_grad_(False).eval().to(device)
 
 
@@ -1791,14 +1794,15 @@ def load_splits(name):
     for row in train + held_out:  # whitespace is as good as no text
         row.update({column: "" for column, x in row.items() if isinstance(x, str) and x.isspace()})
     columns = ", ".join((train + held_out or [{}])[0])
+    kind = "prompt" if "prompt" in columns.split(", ") else "row"
     known = {repr(row.get("prompt") or row) for row in train}
-    prompts = [repr(row.get("prompt") or row) for row in held_out]
-    repeated = sum(prompt in known for prompt in prompts)
-    if len({*prompts}) < len(prompts):
-        source += f"; {len({*prompts})} different prompts"
+    held = [repr(row.get("prompt") or row) for row in held_out]
+    repeated = sum(x in known for x in held)
+    if len({*held}) < len(held):
+        source += f"; {len({*held})} different {kind}s"
     accelerate.PartialState().print(
         f"{name}: columns {columns}; {len(held_out)} rows are held out ({source}), {repeated} of them with "
-        "the prompt of a training row"
+        f"a {kind} that is also in train"
     )
     return train, held_out
 
@@ -2233,7 +2237,8 @@ class Run:
         self.accelerator.register_load_state_pre_hook(load_trained)
         state = {"update": 0, "batch_size": batch_size, "sizes": {}}  # sizes: bytes of each log
         # The main process chooses the checkpoint: a network disk may show others an older list.
-        [newest] = accelerate.utils.broadcast_object_list([None, *self.checkpoints()][-1:])
+        newest = [None, *self.checkpoints()][-1]
+        [newest] = accelerate.utils.broadcast_object_list([newest])  # that of the main process
         if self.args.resume and newest:
             state = json.loads((newest / "state.json").read_text())
             self.accelerator.load_state(newest)

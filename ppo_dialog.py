@@ -235,8 +235,6 @@ RECIPES = {
 #
 # The hidden state of each token predicts the next one: the first EOS predicts "Hi".
 #
-# Size letters are local to a function: what train calls t may be the T of the function that it calls.
-#
 # score: one number per response, the weighted sum of intent, METEOR and --reward-fn. reward: one number per
 # token, the KL penalty, plus the score on the last one. (In TRL's names, such as reward functions,
 # rewards/NAME and env/reward_mean, a reward is a score.)
@@ -304,7 +302,9 @@ def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
     """
     assert logprobs.shape == old_logprobs.shape == advantages.shape  # [n] and [n, 1] would give [n, n]
     log_ratio = logprobs - old_logprobs
-    ratio = torch.exp(log_ratio.clamp(max=40))  # inf times an advantage or gradient of 0 is nan
+    # An infinite ratio would give inf * 0 = nan: in the loss if the advantage is 0, and in the backward pass,
+    # where the branch that max does not choose has a gradient of 0.
+    ratio = torch.exp(log_ratio.clamp(max=40))
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
     return torch.max(unclipped, clipped), ratio, clipped > unclipped
@@ -374,8 +374,8 @@ def train(args):
     refuse_appended_eos(tokenizer, args.model_name_or_path)
     is_end = load_end_criteria(args, tokenizer)  # a StoppingCriteriaList of transformers
     train_rows, held_out_rows = load_splits(args.dataset_name)
-    # Functions of --reward-fn get this. global_step: updates so far. Both evaluations use the last value, so
-    # that a reward with a schedule scores before and after alike.
+    # Only for functions of --reward-fn, whose rewards may have a schedule. global_step: updates so far. All
+    # evaluations use the last value, so that they score alike.
     trainer_state = transformers.TrainerState(max_steps=updates, global_step=updates)
     # get_scores(turns, answers, answer_tokens) -> dict: name of a part of the reward -> [B]
     get_scores, act_names = load_reward(args, trainer_state, device)
@@ -405,8 +405,8 @@ def train(args):
     # `model` generates, `learner` is trained. They share their weights, unless FSDP2 or ZeRO-3 shards them:
     # then the learner is a sharded copy, and copy_weights copies its weights back after each update.
     learner, optimizer = make_learner(model, args, accelerator)
-    if is_bf16:
-        round_frozen_weights(model.policy, is_saved=True)
+    if is_bf16:  # autocast would round frozen weights (with LoRA or shared layers) in every pass
+        round_frozen_weights(model.policy, only_if_exact=True)
 
     # The held-out prompts and their random numbers depend only on the seed, so the evaluations before and
     # after training use the same ones, and so does a resumed run: `before` is always measured with the policy
@@ -442,9 +442,12 @@ def train(args):
         b = accelerator.gather(b)  # rollouts of all processes: a dict of tensors, [B, ...] each
         answers = accelerate.utils.gather_object(answers)  # B str, in the order of turns
         C = b["ids"].shape[1] - T  # of this batch
+        # To leave out a response, set its row of valid to False here. Then it counts in no loss and in no
+        # mean over tokens. (It does in the means over responses, which step 6 logs.)
         valid = length_mask(b["lengths"], T)  # [B, T]
-        # Generation computes one token at a time, with a cache. How far its log-probabilities are from those
-        # of the full forward pass:
+        # The old log-probabilities come from the forward pass of the update (see rollout), so that ratios
+        # start at 1. Those of generation, one token at a time with a cache, are only compared with them. A
+        # large gap means that sampling and update read different texts; bf16 explains much less.
         sampling_gap = (b["sampling_logprobs"] - b["logprobs"])[valid].abs()
         if is_first_step:
             gap = sampling_gap.mean()
@@ -484,12 +487,10 @@ def train(args):
                 num_tokens = valid[minibatch].sum()
                 with accelerator.split_between_processes(minibatch) as share:
                     share = share[b["lengths"][share].argsort(stable=True)]  # similar lengths: less padding
-                # accelerate expects gradient_accumulation_steps micro-batches per step (asserted below), so
-                # do not drop rows here. To leave out a response, set its row of `valid` to False before step
-                # 3: then it counts in no loss and in no mean over tokens. (It does in the means over
-                # responses, which step 6 logs.)
+                # Do not drop rows here: accelerate counts the micro-batches (asserted below).
                 for rows in share.split(n):  # a micro-batch: n rows of the minibatch; mb_ names its tensors
-                    t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
+                    # What follows the longest response is cut off. t is the T of the functions called below.
+                    t = b["lengths"][rows].max().item()
                     mb_valid = valid[rows, :t]  # [n, t]
                     old_logprobs, old_values = b["logprobs"][rows, :t], b["values"][rows, :t]  # [n, t]
                     mb_advantages, mb_returns = advantages[rows, :t], returns[rows, :t]  # [n, t]
@@ -835,7 +836,8 @@ def generate(policy, ids, mask, uniforms, is_end, temperature):
         if len(keep) == 0 or t + 1 == T:
             break
         if len(keep) < len(rows):
-            cache.reorder_cache(keep)  # selects rows (batch_select_indices lacks linear attention)
+            # Made for beams, but it also drops rows. (batch_select_indices fails with linear attention.)
+            cache.reorder_cache(keep)
             rows, token, mask = rows[keep], token[keep], mask[keep]
         # Read the token.
         mask = F.pad(mask, (0, 1), value=True)
@@ -1377,12 +1379,12 @@ def transformer_layers(model):
 
 
 @torch.no_grad()
-def round_frozen_weights(model, is_saved):
+def round_frozen_weights(model, only_if_exact):
     """Store the frozen weights of linear layers in bf16. Under autocast in bf16, no result changes.
 
     Autocast would round them in every forward pass, because it keeps rounded copies of trained weights only.
-    is_saved: leave out weights that would change, because they are saved with the model. (A checkpoint in
-    bf16 has none.) Call it after make_learner: FSDP2 shards layers whose weights have one dtype.
+    only_if_exact: leave out weights that would change, because the model is saved. (A checkpoint in bf16 has
+    none.) Call it after make_learner: FSDP2 shards layers whose weights have one dtype.
     """
     for layer in transformer_layers(model).modules():
         if isinstance(layer, (nn.Linear, transformers.pytorch_utils.Conv1D)):
@@ -1390,7 +1392,7 @@ def round_frozen_weights(model, is_saved):
             if weight.requires_grad or weight.dtype != torch.float32:  # trained, or quantized
                 continue
             rounded = weight.bfloat16()
-            if not is_saved or torch.equal(rounded.float(), weight):
+            if not only_if_exact or torch.equal(rounded.float(), weight):
                 weight.data = rounded
 
 
@@ -1450,7 +1452,7 @@ def load_reference(args, policy, name, device):
     else:
         ref_model = load_model(AutoModelForCausalLM, name, **eight_bit(args)).requires_grad_(False)
         if wants_bf16(args, device):
-            round_frozen_weights(ref_model, is_saved=False)
+            round_frozen_weights(ref_model, only_if_exact=False)
     return ref_model.requires_grad_(False).eval().to(device)
 
 
@@ -1713,14 +1715,15 @@ def load_splits(name):
     for row in train + held_out:  # whitespace is as good as no text
         row.update({column: "" for column, x in row.items() if isinstance(x, str) and x.isspace()})
     columns = ", ".join((train + held_out or [{}])[0])
+    kind = "prompt" if "prompt" in columns.split(", ") else "row"
     known = {repr(row.get("prompt") or row) for row in train}
-    prompts = [repr(row.get("prompt") or row) for row in held_out]
-    repeated = sum(prompt in known for prompt in prompts)
-    if len({*prompts}) < len(prompts):
-        source += f"; {len({*prompts})} different prompts"
+    held = [repr(row.get("prompt") or row) for row in held_out]
+    repeated = sum(x in known for x in held)
+    if len({*held}) < len(held):
+        source += f"; {len({*held})} different {kind}s"
     accelerate.PartialState().print(
         f"{name}: columns {columns}; {len(held_out)} rows are held out ({source}), {repeated} of them with "
-        "the prompt of a training row"
+        f"a {kind} that is also in train"
     )
     return train, held_out
 
@@ -2031,7 +2034,8 @@ class Run:
         self.accelerator.register_load_state_pre_hook(load_trained)
         state = {"update": 0, "batch_size": batch_size, "sizes": {}}  # sizes: bytes of each log
         # The main process chooses the checkpoint: a network disk may show others an older list.
-        [newest] = accelerate.utils.broadcast_object_list([None, *self.checkpoints()][-1:])
+        newest = [None, *self.checkpoints()][-1]
+        [newest] = accelerate.utils.broadcast_object_list([newest])  # that of the main process
         if self.args.resume and newest:
             state = json.loads((newest / "state.json").read_text())
             self.accelerator.load_state(newest)

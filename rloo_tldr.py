@@ -3,7 +3,9 @@
 If you know PPO (ppo_sentiment.py), this is what changes (in the code: docs/differences.md):
 
 1. A whole response is one action. Its log-probability is the sum over its tokens, so there is one ratio, one
-   clip and one advantage per response instead of per token.
+   clip and one advantage per response instead of per token. In the first optimizer step of an update, all
+   ratios are 1, so the gradient is that of REINFORCE: advantage * gradient of the log-probability. (Ahmadian
+   et al. do without ratio and clip. TRL has them, and they matter from the second step on.)
 2. There is no value function and no GAE. Each prompt gets rloo_k responses, and the baseline of a response
    is the mean reward of the others (`rloo_advantages`).
 3. There is one reward per response: its score - kl_coef * (KL summed over its tokens). The KL is to the
@@ -15,9 +17,9 @@ If you know PPO (ppo_sentiment.py), this is what changes (in the code: docs/diff
 5. A policy can learn to please the reward model without getting better. So, before and after training, a
    judge compares the policy's summaries of held-out posts with reference summaries. The result is the win
    rate (`win_rate`).
-6. The k responses to a prompt share one forward pass over that prompt, in generation and in training
-   (`generate`, `response_logprobs`). With gradient checkpointing, and with some models such as Qwen3.5,
-   training reads the prompt again for every response (`can_reuse_prompts`).
+6. The k responses to a prompt share one forward pass over that prompt, in generation and, within a
+   micro-batch, in training (`generate`, `group_hidden_states`). With gradient checkpointing, and with some
+   models such as Qwen3.5, training reads the prompt again for every response (`can_reuse_prompts`).
 
     python rloo_tldr.py                             # recipe tiny: no download, no GPU, minutes on 2 cores
     python rloo_tldr.py --learning-rate 2e-4        # tiny with one change; every field of Args is a flag
@@ -224,14 +226,12 @@ RECIPES = {
 #
 # Shapes: P prompts with k responses each make B = P * k rows; n rows in a micro-batch, C positions of the
 # prompt, T positions of the response, V tokens in the vocabulary, H hidden units. The k responses to a prompt
-# are neighbors everywhere, so `x.view(P, k)` has one group per row. A row of C + T tokens is a left-padded
-# prompt and a right-padded response, here with C = 4 and T = 5:
+# are neighbors in every tensor with B rows, so `x.view(P, k)` has one group per row. A row of C + T tokens is
+# a left-padded prompt and a right-padded response, here with C = 4 and T = 5:
 #
 #     pad    pad    TL;    DR:   | My     cat    EOS    pad    pad       length of the response: 3
 #
 # The hidden state of each token predicts the next one: "DR:" predicts "My".
-#
-# Size letters are local to a function: what train calls t may be the T of the function that it calls.
 #
 # From reward functions to the reward, per response:
 #
@@ -257,6 +257,7 @@ def kl_per_token(logprobs, ref_logprobs, estimator):
         k1  0, because the mean of grad log p(token) is 0 under p
         k2  the gradient of KL(policy || reference)
         k3  the gradient of KL(reference || policy)
+    So a loss ignores that a token also changes which tokens follow. k1 in a reward does not.
     """
     log_ratio = logprobs - ref_logprobs
     if estimator == "k1":
@@ -287,7 +288,9 @@ def clipped_policy_loss(logprobs, old_logprobs, advantages, cliprange):
     """
     assert logprobs.shape == old_logprobs.shape == advantages.shape  # [n] and [n, 1] would give [n, n]
     log_ratio = logprobs - old_logprobs
-    ratio = torch.exp(log_ratio.clamp(max=40))  # inf times an advantage or gradient of 0 is nan
+    # An infinite ratio would give inf * 0 = nan: in the loss if the advantage is 0, and in the backward pass,
+    # where the branch that max does not choose has a gradient of 0.
+    ratio = torch.exp(log_ratio.clamp(max=40))
     unclipped = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - cliprange, 1 + cliprange)
     return torch.max(unclipped, clipped), ratio, clipped > unclipped
@@ -338,19 +341,21 @@ def train(args):
     held_out_prompts = choose_held_out(load_prompts(held_out_rows, tokenizer, args), args)
     if len(held_out_prompts) < world:
         raise UserError(f"{world} processes need as many held-out prompts; there are {len(held_out_prompts)}")
-    # Functions of --reward-fn get this. global_step: updates so far. Both evaluations use the last value, so
-    # that a reward with a schedule scores before and after alike.
+    # Only for functions of --reward-fn, whose rewards may have a schedule. global_step: updates so far. All
+    # evaluations use the last value, so that they score alike.
     trainer_state = transformers.TrainerState(max_steps=updates, global_step=updates)
-    # get_scores(examples, responses, response_tokens) -> dict: name of the reward -> [B]
-    # get_judge_scores, of --judge-fn, is only logged for each batch.
-    # judge(posts, responses) -> verdicts against the reference summaries, asked for after training and by
-    # --eval-every. It is --judge-model or, without one, --judge-fn.
+    # get_judge_scores is get_scores (below) with the function of --judge-fn. For each batch, it is only
+    # logged.
     get_judge_scores = None
     if args.judge_fn is not None:
         get_judge_scores = partial(score_responses, load_functions([args.judge_fn]), trainer_state, device)
+    # get_scores(examples, responses, response_tokens) -> dict: name of the reward -> [B]
     get_scores = load_reward(args, trainer_state, device)
+    # judge(posts, responses) -> verdicts against the reference summaries, after training and with
+    # --eval-every. It is --judge-model or, without one, --judge-fn. Only the main process has it, so that a
+    # server is asked once.
     judge = None
-    if accelerator.is_main_process:  # only one process asks a judge on a server
+    if accelerator.is_main_process:
         judge = load_judge(args, tokenizer, trainer_state, device)
     policy_name = args.sft_model_path or args.model_name_or_path
     policy = load_policy(args, policy_name, device)
@@ -375,8 +380,8 @@ def train(args):
     )
 
     learner, optimizer = make_learner(model, args, accelerator)
-    if is_bf16:
-        round_frozen_weights(policy, is_saved=True)
+    if is_bf16:  # autocast would round frozen weights (with LoRA or shared layers) in every pass
+        round_frozen_weights(policy, only_if_exact=True)
 
     # The random numbers of an evaluation depend only on the seed, so they are the same before and after
     # training. In a resumed run too, `before` measures the initial policy, because run.start loads a
@@ -416,8 +421,9 @@ def train(args):
         b = accelerator.gather(b)
         C = b["ids"].shape[1] - T  # positions of the longest prompt in this batch
         valid = length_mask(b["lengths"], T)  # [B, T]
-        # Generation computes one token at a time, with a cache. How far its log-probabilities are from those
-        # of the full forward pass:
+        # The old log-probabilities come from the forward pass of the update (see rollout), so that ratios
+        # start at 1. Those of generation, one token at a time with a cache, are only compared with them. A
+        # large gap means that sampling and update read different texts; bf16 explains much less.
         sampling_gap = (b["sampling_logprobs"] - b["logprobs"])[valid].abs()
         if is_first_step:
             gap = sampling_gap.mean()
@@ -439,7 +445,9 @@ def train(args):
         if args.whiten_rewards:
             rewards = rewards / rewards.std(correction=0).clamp(min=1e-8)
 
-        # 4. Advantages: the baseline is the mean reward of the other responses to the same prompt.
+        # 4. Advantages: the baseline is the mean reward of the other responses to the same prompt. To leave
+        #    out a response, set its advantage to 0. (It still counts in the number of responses, and its
+        #    reward in the baselines of its group. With k2 or k3, its KL is still in the loss.)
         advantages = rloo_advantages(rewards, k)  # [B]
 
         # 5. Update. A minibatch, and each process's share of it, consists of whole groups, drawn from the
@@ -458,11 +466,10 @@ def train(args):
                 with accelerator.split_between_processes(minibatch) as share:
                     # Row numbers of their responses, short ones first: similar lengths need less padding.
                     rows_of_share = sorted_groups(share, b["lengths"], k, can_reuse_prompts(policy))
-                # accelerate expects gradient_accumulation_steps micro-batches per step (asserted below), so
-                # do not drop rows here. To leave out a response, set its advantage to 0. (It still counts in
-                # the number of responses, and with k2 or k3 its KL is still in the loss.)
+                # Do not drop rows here: accelerate counts the micro-batches (asserted below).
                 for rows in rows_of_share.split(n):
-                    t = b["lengths"][rows].max().item()  # positions after the longest response are cut off
+                    # What follows the longest response is cut off. t is the T of the functions called below.
+                    t = b["lengths"][rows].max().item()
                     # accumulate: processes exchange gradients only at the last micro-batch.
                     with accelerator.accumulate(learner):
                         with autocast:
@@ -528,7 +535,8 @@ def train(args):
             "objective/kl_coef": args.kl_coef,
             "objective/entropy": -b["logprobs"].sum(1).mean(),  # per response, estimated from its own tokens
             "objective/non_score_reward": -args.kl_coef * kl.mean(),
-            # What RLHF maximizes: the score minus the KL, whether the KL is in the reward or in the loss.
+            # The objective of RLHF: the score minus the KL. With k2 or k3 in the loss, the update follows its
+            # gradient only approximately (see kl_per_token).
             "objective/rlhf_reward": scores.mean() - args.kl_coef * kl.mean(),
             "objective/scores": scores.mean(),
             **update_metrics,
@@ -744,10 +752,11 @@ def weighted_sum(scores, weights=None):
 
 
 def sorted_groups(groups, lengths, k, reuses_prompts):
-    """The row numbers of whole groups, those with short responses first: they need less padding.
+    """The row numbers of whole groups, sorted by length, because similar lengths need less padding.
 
     groups: indices of prompts [G]; lengths of all responses [P * k]; reuses_prompts: the responses of a group
-    stay neighbors, because their prompt is read once -> [G * k]
+    stay neighbors, because their prompt is read once, and groups are sorted by their longest response.
+    Otherwise, single rows are sorted. -> [G * k]
     """
     longest = lengths.view(-1, k).amax(1)[groups]  # [G]
     groups = groups[longest.argsort(stable=True)]
@@ -784,7 +793,7 @@ def sample_responses(policy, tokenizer, stop_ids, get_scores, batch, args):
 
     # 2. Decode and reward.
     response_tokens = list_tokens(tokens, valid)
-    # A stop token is cut from the text. But one that you chose stays if it is text, such as ".".
+    # A stop token is not part of the text, unless --stop-token-id names an ordinary one, such as ".".
     cut_ids = {*stop_ids.tolist()}
     if args.stop_token_id is not None:
         cut_ids &= {*tokenizer.all_special_ids}
@@ -819,7 +828,8 @@ def generate(policy, ids, mask, uniforms, stop_ids, temperature):
 
     # The model reads each prompt only once. Its keys and values serve all k responses, which are neighbors.
     prompt_of_row = torch.arange(P, device=ids.device).repeat_interleave(k)  # [P * k]
-    cache.reorder_cache(prompt_of_row)  # selects rows (batch_select_indices lacks linear attention)
+    # Keys and values [P, ...] -> [P * k, ...]. (batch_select_indices would fail with linear attention.)
+    cache.reorder_cache(prompt_of_row)
     hidden, mask = hidden[prompt_of_row], mask[prompt_of_row]
     uniforms = uniforms.flatten(0, 1)  # [P * k, T]
     if can_be_recorded(policy, cache):
@@ -1204,12 +1214,12 @@ def transformer_layers(model):
 
 
 @torch.no_grad()
-def round_frozen_weights(model, is_saved):
+def round_frozen_weights(model, only_if_exact):
     """Store the frozen weights of linear layers in bf16. Under autocast in bf16, no result changes.
 
     Autocast would round them in every forward pass, because it keeps rounded copies of trained weights only.
-    is_saved: leave out weights that would change, because they are saved with the model. (A checkpoint in
-    bf16 has none.) Call it after make_learner: FSDP2 shards layers whose weights have one dtype.
+    only_if_exact: leave out weights that would change, because the model is saved. (A checkpoint in bf16 has
+    none.) Call it after make_learner: FSDP2 shards layers whose weights have one dtype.
     """
     for layer in transformer_layers(model).modules():
         if isinstance(layer, (nn.Linear, transformers.pytorch_utils.Conv1D)):
@@ -1217,7 +1227,7 @@ def round_frozen_weights(model, is_saved):
             if weight.requires_grad or weight.dtype != torch.float32:  # trained, or quantized
                 continue
             rounded = weight.bfloat16()
-            if not is_saved or torch.equal(rounded.float(), weight):
+            if not only_if_exact or torch.equal(rounded.float(), weight):
                 weight.data = rounded
 
 
@@ -1277,7 +1287,7 @@ def load_reference(args, policy, name, device):
     else:
         ref_model = load_model(AutoModelForCausalLM, name, **eight_bit(args)).requires_grad_(False)
         if wants_bf16(args, device):
-            round_frozen_weights(ref_model, is_saved=False)
+            round_frozen_weights(ref_model, only_if_exact=False)
     return ref_model.requires_grad_(False).eval().to(device)
 
 
@@ -1597,7 +1607,7 @@ def load_reward_model(args, name, device):
         raise UserError(f"{name}: {model.config.model_type} reads the last position, which may be padding")
     model.to(device).eval().requires_grad_(False)
     if wants_bf16(args, device) and hasattr(model, "score"):  # BERT runs in fp32: see sequence_logits
-        round_frozen_weights(model, is_saved=False)
+        round_frozen_weights(model, only_if_exact=False)
     tokenizer = load_tokenizer(name)
     if tokenizer.cls_token_id is None:
         refuse_appended_eos(tokenizer, name)  # it would be between prompt and response
@@ -1822,14 +1832,15 @@ def load_splits(name):
     for row in train + held_out:  # whitespace is as good as no text
         row.update({column: "" for column, x in row.items() if isinstance(x, str) and x.isspace()})
     columns = ", ".join((train + held_out or [{}])[0])
+    kind = "prompt" if "prompt" in columns.split(", ") else "row"
     known = {repr(row.get("prompt") or row) for row in train}
-    prompts = [repr(row.get("prompt") or row) for row in held_out]
-    repeated = sum(prompt in known for prompt in prompts)
-    if len({*prompts}) < len(prompts):
-        source += f"; {len({*prompts})} different prompts"
+    held = [repr(row.get("prompt") or row) for row in held_out]
+    repeated = sum(x in known for x in held)
+    if len({*held}) < len(held):
+        source += f"; {len({*held})} different {kind}s"
     accelerate.PartialState().print(
         f"{name}: columns {columns}; {len(held_out)} rows are held out ({source}), {repeated} of them with "
-        "the prompt of a training row"
+        f"a {kind} that is also in train"
     )
     return train, held_out
 
@@ -2260,7 +2271,8 @@ class Run:
         self.accelerator.register_load_state_pre_hook(load_trained)
         state = {"update": 0, "batch_size": batch_size, "sizes": {}}  # sizes: bytes of each log
         # The main process chooses the checkpoint: a network disk may show others an older list.
-        [newest] = accelerate.utils.broadcast_object_list([None, *self.checkpoints()][-1:])
+        newest = [None, *self.checkpoints()][-1]
+        [newest] = accelerate.utils.broadcast_object_list([newest])  # that of the main process
         if self.args.resume and newest:
             state = json.loads((newest / "state.json").read_text())
             self.accelerator.load_state(newest)

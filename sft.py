@@ -387,8 +387,8 @@ def train(args):
     # which accelerate moves back to the GPU at once. With FSDP2 and ZeRO-3 the learner is a sharded copy, and
     # `model` waits on the CPU until the next evaluation.
     learner, optimizer = make_learner(model.cpu(), args, accelerator)
-    if is_bf16:
-        round_frozen_weights(model.lm, is_saved=True)
+    if is_bf16:  # autocast would round frozen weights (with LoRA or shared layers) in every pass
+        round_frozen_weights(model.lm, only_if_exact=True)
     state = run.start(B)  # update 0 in a new run
 
     for update in range(state["update"] + 1, updates + 1):
@@ -1019,12 +1019,12 @@ def transformer_layers(model):
 
 
 @torch.no_grad()
-def round_frozen_weights(model, is_saved):
+def round_frozen_weights(model, only_if_exact):
     """Store the frozen weights of linear layers in bf16. Under autocast in bf16, no result changes.
 
     Autocast would round them in every forward pass, because it keeps rounded copies of trained weights only.
-    is_saved: leave out weights that would change, because they are saved with the model. (A checkpoint in
-    bf16 has none.) Call it after make_learner: FSDP2 shards layers whose weights have one dtype.
+    only_if_exact: leave out weights that would change, because the model is saved. (A checkpoint in bf16 has
+    none.) Call it after make_learner: FSDP2 shards layers whose weights have one dtype.
     """
     for layer in transformer_layers(model).modules():
         if isinstance(layer, (nn.Linear, transformers.pytorch_utils.Conv1D)):
@@ -1032,7 +1032,7 @@ def round_frozen_weights(model, is_saved):
             if weight.requires_grad or weight.dtype != torch.float32:  # trained, or quantized
                 continue
             rounded = weight.bfloat16()
-            if not is_saved or torch.equal(rounded.float(), weight):
+            if not only_if_exact or torch.equal(rounded.float(), weight):
                 weight.data = rounded
 
 
@@ -1138,14 +1138,15 @@ def load_splits(name):
     for row in train + held_out:  # whitespace is as good as no text
         row.update({column: "" for column, x in row.items() if isinstance(x, str) and x.isspace()})
     columns = ", ".join((train + held_out or [{}])[0])
+    kind = "prompt" if "prompt" in columns.split(", ") else "row"
     known = {repr(row.get("prompt") or row) for row in train}
-    prompts = [repr(row.get("prompt") or row) for row in held_out]
-    repeated = sum(prompt in known for prompt in prompts)
-    if len({*prompts}) < len(prompts):
-        source += f"; {len({*prompts})} different prompts"
+    held = [repr(row.get("prompt") or row) for row in held_out]
+    repeated = sum(x in known for x in held)
+    if len({*held}) < len(held):
+        source += f"; {len({*held})} different {kind}s"
     accelerate.PartialState().print(
         f"{name}: columns {columns}; {len(held_out)} rows are held out ({source}), {repeated} of them with "
-        "the prompt of a training row"
+        f"a {kind} that is also in train"
     )
     return train, held_out
 
@@ -1483,7 +1484,8 @@ class Run:
         self.accelerator.register_load_state_pre_hook(load_trained)
         state = {"update": 0, "batch_size": batch_size, "sizes": {}}  # sizes: bytes of each log
         # The main process chooses the checkpoint: a network disk may show others an older list.
-        [newest] = accelerate.utils.broadcast_object_list([None, *self.checkpoints()][-1:])
+        newest = [None, *self.checkpoints()][-1]
+        [newest] = accelerate.utils.broadcast_object_list([newest])  # that of the main process
         if self.args.resume and newest:
             state = json.loads((newest / "state.json").read_text())
             self.accelerator.load_state(newest)

@@ -24,12 +24,14 @@ The algorithm is the same, line for line: no formula differs. What differs comes
 2. Each of P prompts gets k responses (B = P * k rows; those of a prompt are neighbors), and the baseline of a
    response is the mean reward of the others.
 3. A whole response is one action: one log-probability (the sum over its tokens), one ratio, one clip, one
-   advantage. So the loss is a mean over responses, not over tokens.
+   advantage. So the loss is a mean over responses, not over tokens. In the first optimizer step of an update,
+   all ratios are 1: its gradient is that of REINFORCE.
 4. There is one reward per response: its score minus the coefficient times the KL of the whole response. The
    coefficient is fixed. (With k2 or k3, the KL is a term of the loss instead.)
-5. Minibatches consist of whole groups, because the k responses share one pass over their prompt. After
-   training, a judge compares the summaries with references. (A judge function also scores every batch, only to
-   log it.)
+5. Minibatches consist of whole groups, because the k responses share one pass over their prompt. Prompts come
+   from a stream of shuffled passes, and responses have no random limits.
+6. A judge compares the summaries of the policy before and after training with references. (--judge-fn also
+   scores every batch, only to log it.)
 """,
     ("rloo_tldr", "grpo_math"): """
 1. The reward is checked by a function, for example whether the answer is right. No reward model, no penalty

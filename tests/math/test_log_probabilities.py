@@ -324,7 +324,7 @@ def test_frozen_weights_in_bf16_change_no_bit(language_model, tiny_lm, tmp_path,
         policy = ppo.load_policy(ppo.Args(dtype="float32", **flags), folder, torch.device("cpu"))
         disturb(policy)
         if name == "rounded":
-            ppo.round_frozen_weights(policy, is_saved=True)
+            ppo.round_frozen_weights(policy, only_if_exact=True)
             assert in_bf16(policy) and not in_bf16(policy) & ppo.trainable(policy).keys()
             assert policy.get_output_embeddings().weight.dtype is torch.float32
         with torch.autocast("cpu", torch.bfloat16):
@@ -352,7 +352,7 @@ def test_what_is_rounded_to_bf16(tiny_lm, arch):
         plain, rounded = [both_logprobs(reference, reference)[0] for reference in references]
     assert torch.equal(plain, rounded)
     policy = ppo.load_policy(ppo.Args(**LORA), tiny_lm(arch), cpu)
-    ppo.round_frozen_weights(policy, is_saved=True)
+    ppo.round_frozen_weights(policy, only_if_exact=True)
     assert not in_bf16(policy)
 
 

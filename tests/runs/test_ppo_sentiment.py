@@ -266,14 +266,14 @@ def test_weights_rounded_in_advance_change_no_bit(scripts, small, world, monkeyp
     args.model_name_or_path = str(tmp_path / "base")
     round_frozen_weights, counts = script.round_frozen_weights, []
 
-    def counted(model, is_saved):
-        round_frozen_weights(model, is_saved)
+    def counted(model, only_if_exact):
+        round_frozen_weights(model, only_if_exact)
         counts.append(sum(p.dtype == torch.bfloat16 for p in model.parameters()))
 
     monkeypatch.setattr(script, "round_frozen_weights", counted)
     script.train(args)
     assert any(counts)
-    monkeypatch.setattr(script, "round_frozen_weights", lambda model, is_saved: None)
+    monkeypatch.setattr(script, "round_frozen_weights", lambda model, only_if_exact: None)
     script.train(replace(args, output_dir=str(tmp_path / "plain")))
     assert_same_run(tmp_path / "plain", tmp_path / "rounded")
 
