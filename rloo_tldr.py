@@ -931,6 +931,7 @@ def response_logprobs(lm, ids, mask, T, temperature):
     valid = mask[:, -T:]
     rows, columns = valid.nonzero(as_tuple=True)  # only once, because nonzero waits for the GPU
     flat_hidden, flat_tokens = hidden[rows, columns], ids[:, -T:][rows, columns]
+    # log softmax of token_logits at the tokens, and its entropies. Part II computes them in chunks of rows.
     logprobs, entropies = token_logprobs(flat_hidden, head.weight, flat_tokens, temperature, head.bias)
     zeros = torch.zeros(valid.shape, device=ids.device)
     return zeros.masked_scatter(valid, logprobs), zeros.masked_scatter(valid, entropies)
@@ -990,35 +991,6 @@ def token_logits(hidden, weight, temperature=1.0, bias=None):
     with torch.autocast(hidden.device.type, enabled=False):
         hidden = hidden.float() / temperature  # [N, H]; dividing the logits [N, V] would take longer
         return F.linear(hidden, weight.float(), None if bias is None else bias / temperature)
-
-
-def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
-    """log softmax((hidden @ weight.T + bias) / temperature) at the tokens, and the entropies of the softmax.
-
-    hidden [N, H], weight [V, H], tokens [N], bias [V] or None -> logprobs, entropies, both fp32 [N], in nats.
-    Both are differentiable: the loss may contain an entropy bonus.
-
-    The logits of all N tokens may need more memory than the model, so they are computed in chunks of rows.
-    Chunks within the budget stay in memory for the backward pass; the others are computed again there. On a
-    CPU, a chunk has 128 rows. A GPU is faster with few large products, so one chunk fills the budget.
-    """
-    is_cuda = hidden.device.type == "cuda"
-    budget = 2**26 if is_cuda else 2**25  # logits: 256 or 128 MiB
-    rows_at_once = budget // len(weight) if is_cuda else 128
-
-    def logprobs_of_chunk(hidden, tokens):
-        logits = token_logits(hidden, weight, temperature, bias)  # [rows, V]
-        # log softmax at the tokens, and its entropies. Part II computes them in a way that saves memory.
-        return LogprobsAndEntropies.apply(logits, tokens)
-
-    outputs = []
-    for i, chunk in enumerate(zip(hidden.split(rows_at_once), tokens.split(rows_at_once))):
-        if (i + 1) * rows_at_once * len(weight) <= budget:
-            outputs.append(logprobs_of_chunk(*chunk))
-        else:
-            outputs.append(checkpoint(logprobs_of_chunk, *chunk, use_reentrant=False))
-    logprobs, entropies = zip(*outputs)
-    return torch.cat(logprobs), torch.cat(entropies)
 
 
 # ============================================================================================================
@@ -1312,7 +1284,36 @@ def save_policy(policy, tokenizer, folder):
     tokenizer.save_pretrained(folder)
 
 
-# ---- Gradient of log-probabilities and entropies -----------------------------------------------------------
+# ---- Log-probabilities and entropies of tokens -------------------------------------------------------------
+
+
+def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
+    """log softmax((hidden @ weight.T + bias) / temperature) at the tokens, and the entropies of the softmax.
+
+    hidden [N, H], weight [V, H], tokens [N], bias [V] or None -> logprobs, entropies, both fp32 [N], in nats.
+    Both are differentiable: the loss may contain an entropy bonus.
+
+    The logits of all N tokens may need more memory than the model, so they are computed in chunks of rows.
+    Chunks within the budget stay in memory for the backward pass; the others are computed again there. On a
+    CPU, a chunk has 128 rows. A GPU is faster with few large products, so one chunk fills the budget.
+    """
+    is_cuda = hidden.device.type == "cuda"
+    budget = 2**26 if is_cuda else 2**25  # logits: 256 or 128 MiB
+    rows_at_once = budget // len(weight) if is_cuda else 128
+
+    def logprobs_of_chunk(hidden, tokens):
+        logits = token_logits(hidden, weight, temperature, bias)  # [rows, V]
+        return LogprobsAndEntropies.apply(logits, tokens)
+
+    outputs = []
+    for i, chunk in enumerate(zip(hidden.split(rows_at_once), tokens.split(rows_at_once))):
+        is_kept = (i + 1) * rows_at_once * len(weight) <= budget  # on a GPU, only the first chunk
+        if is_kept:
+            outputs.append(logprobs_of_chunk(*chunk))
+        else:
+            outputs.append(checkpoint(logprobs_of_chunk, *chunk, use_reentrant=False))
+    logprobs, entropies = zip(*outputs)
+    return torch.cat(logprobs), torch.cat(entropies)
 
 
 class LogprobsAndEntropies(torch.autograd.Function):

@@ -105,7 +105,7 @@ def test_every_definition_is_used(name):
 
 
 MATH = """
-response_lengths length_mask token_logprobs kl_per_token token_rewards weighted_sum masked_mean masked_whiten
+response_lengths length_mask token_logits kl_per_token token_rewards weighted_sum masked_mean masked_whiten
 gae rloo_advantages grpo_advantages clipped_policy_loss clipped_value_loss adaptive_kl_coef sample_tokens
 pair_loss dpo_loss pair_metrics
 """
