@@ -2063,7 +2063,7 @@ def check_numbers(args):
 # the updates that are left, unless the schedule is constant and the warm-up is over.)
 MAY_CHANGE = (
     *("resume", "eval_every", "save_every", "keep_checkpoints", "log_with", "num_sample_generations"),
-    *("judge_fn", "judge_model", "judge_url"),
+    *("judge_fn", "judge_model", "judge_url", "judge_model_path"),
     *("total_episodes", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("local_rollout_forward_batch_size", "gradient_checkpointing"),
 )
@@ -2112,6 +2112,7 @@ def parse_args(argv):
     description = f"{__doc__}\nRecipes: {', '.join(RECIPES)}"
     parse = partial(tyro.cli, Args, args=argv, description=description)
     start = replace(RECIPES.get(recipe, Args()), recipe=recipe)
+    # The first parse tells which data and model the flags name; the second takes the recipe that fits them.
     args = parse(default=start)
     if args.resume is None:
         return parse(default=fit_recipe(start, args))
