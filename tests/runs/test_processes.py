@@ -325,7 +325,7 @@ def assert_same_numbers(one, two, rounding=1):
     """Metrics, weights and evaluation are equal up to rounding. The sampled texts are equal.
 
     rounding: how many times as far apart as in fp32. On some processors, 8-bit activations are rounded to
-    other integers. With products in bf16, the norm of the gradient moves by up to 2e-3 under ZeRO-3.
+    other integers. ZeRO-3 rounds products in bf16 a little differently.
     """
     for folder, processes in ((one, 1), (two, 2)):
         assert json.loads((folder / "args.json").read_text())["world_size"] == processes
@@ -350,8 +350,8 @@ def test_two_processes_give_the_numbers_of_one(one, two, kind, name):
     """Losses, KL, coefficient, weights, and the responses to held-out prompts."""
     root = two(kind)
     assert exit_codes(root, name) == [0, 0]
-    rounding = 50 if "8bit" in name else 10 if "bf16" in name else 1
-    assert_same_numbers(one(name), root / name, rounding)
+    is_rough = "8bit" in name or (kind == "zero3" and "bf16" in name)
+    assert_same_numbers(one(name), root / name, rounding=50 if is_rough else 1)
     if "lora" in name:
         heads = load_file(root / name / "model/value_head.safetensors")
         assert heads["weight"].abs().max() > 0
