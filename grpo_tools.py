@@ -520,7 +520,7 @@ def train(args):
             "completions/mean_length": lengths.mean(),
             "completions/min_length": lengths.min(),
             "completions/max_length": lengths.max(),
-            "completions/clipped_ratio": 1 - b["stopped"].float().mean(),  # no room, or no turn, was left
+            "completions/clipped_ratio": 1 - b["stopped"].float().mean(),  # without an answer
             # TRL's names: calls per trajectory, and the share of calls that failed.
             "tools/call_frequency": b["calls"].mean(),
             "tools/failure_frequency": b["failures"].sum() / b["calls"].sum().clamp(min=1),
@@ -1546,8 +1546,8 @@ def load_tools(args):
             \"""
 
     An environment is a class. Each trajectory has its own object, whose method reset(**columns) gets the
-    columns of the task before the first turn. All other public methods are tools, but get_reward(), if there
-    is one, is a reward: a number for the whole trajectory.
+    columns of the task before the first turn, and returns None. All other public methods are tools, but
+    get_reward(), if there is one, is a reward: a number for the whole trajectory.
     -> make_tools(columns) -> tools (dict: name -> function), environment or None; schemas for the template
     """
     functions = load_functions(args.tools or [])
@@ -1565,7 +1565,8 @@ def load_tools(args):
         if environment_class is None:
             return functions, None
         environment = environment_class()
-        environment.reset(**columns)
+        if environment.reset(**columns) is not None:
+            raise UserError("reset must return None: what it returns would be missing from the prompt")
         return tools_of(environment), environment
 
     tools = tools_of(environment_class and environment_class())
@@ -1615,6 +1616,7 @@ def run_calls(trajectory, results):
 
 def cut_text(tokenizer, text, max_tokens):
     """The first max_tokens tokens of a text. -> str"""
+    text = text.encode(errors="replace").decode()  # no tokenizer takes "\ud83d", which JSON may have
     ids = tokenizer(text, add_special_tokens=False).input_ids
     return text if len(ids) <= max_tokens else tokenizer.decode(ids[:max_tokens])
 

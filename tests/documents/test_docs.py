@@ -5,6 +5,7 @@ import ast
 import contextlib
 import functools
 import importlib.util
+import inspect
 import io
 import json
 import math
@@ -574,6 +575,12 @@ def sentences_with_numbers():
     )
     first, *_ = json_lines("grpo-math-tiny/seed1/metrics.jsonl.gz")
     yield "debugging", f"({first['loss/policy_avg']:.1f} at the start of grpo_math.py's default)"
+    shares = [
+        row["completions/clipped_ratio"]
+        for seed in range(1, 6)
+        for row in json_lines(f"ppo-sentiment-tiny/seed{seed}/metrics.jsonl.gz")
+    ]
+    yield "running", f"{min(shares):.2f} to {max(shares):.0f} in the default of ppo_sentiment.py"
     gpu = {(row["size"], row["flags"]): f"{row['peak_mb'] / 1024:.1f}" for row in gpu_memory()}
     both = "--lora-r 16 --gradient-checkpointing"
     yield "README", f"RLOO with GPT-2 ({gpu['gpt2-124m', '']} GiB)"
@@ -718,6 +725,16 @@ def test_the_flags_that_may_change_are_those_of_the_page(scripts):
     assert listed == may_change - {"resume"}
     judged = [name for name in scripts if hasattr(scripts[name].Args(), "judge_fn")]
     assert f"the judge of {' and '.join(f'{name}.py' for name in judged)}" in " ".join(text.split())
+
+
+def test_the_classifiers_that_are_refused_are_those_of_the_page(scripts):
+    source = inspect.getsource(scripts["ppo_sentiment"].load_classifier)
+    [refused] = re.findall(r"model_type in \((.*?)\)", source)
+    [sentence] = re.findall(
+        r"any classifier of transformers(.*?)\. ", " ".join(DOCS["ppo_sentiment"].split())
+    )
+    for name in re.findall(r"[a-z-]+", refused):
+        assert name.replace("-", " ") in sentence.lower()
 
 
 def test_the_scripts_that_record_token_steps_are_those_of_the_page(scripts):

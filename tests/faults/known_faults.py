@@ -1474,10 +1474,8 @@ grpo_tools.load_tools: private methods are tools
   + if not name.startswith("__")
 grpo_tools.load_tools: an environment keeps the state of an earlier trajectory
   math/test_tools.py::test_each_trajectory_has_its_own_environment
-  -         environment = environment_class()
-  -         environment.reset(**columns)
-  +         environment = vars(args).setdefault("environment_of_all", environment_class())
-  +         environment.reset(**columns)
+  - environment = environment_class()
+  + environment = vars(args).setdefault("environment_of_all", environment_class())
 grpo_tools.load_reward: --reward-fn hides the reward of the environment (KeyError)
   math/test_tools.py::test_each_trajectory_has_its_own_environment
   - if hasattr(environment_class, "get_reward"):

@@ -377,6 +377,14 @@ def test_what_the_policy_writes_wrongly_becomes_the_result():
     assert (x.num_calls, x.num_failures) == (6, 5)
 
 
+def test_half_of_a_surrogate_pair(play):
+    """JSON can write it, and a tool can return it or raise it, but no tokenizer takes it."""
+    half = CALL.replace("12", r"\ud83d")
+    for call in (half, half.replace("text", r"\ud83d")):
+        x, read, _ = play(call + END, "72" + END, response_length=200)
+        assert "?" in x.messages[1]["content"] and x.messages[1]["content"] in read[1][0] and x.has_ended
+
+
 def test_tools_run_in_parallel_and_one_that_hangs_ends_in_an_error():
     """The others have their results; the calls after the one that hangs have none."""
 
@@ -528,6 +536,15 @@ def test_a_turn_that_is_cut_off(play):
     assert x.has_ended and x.num_calls == 0
 
 
+def test_a_call_that_another_stop_token_ends(parts, play):
+    """The template cannot go on after it: the trajectory ends without an answer, and nothing is called."""
+    other = parts.tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    parts.turn_format.stops.append(other)
+    x, read, _ = play(CALL + "<|endoftext|>", "72" + END)
+    parts.turn_format.stops.remove(other)
+    assert len(read) == x.num_turns == 1 and x.num_calls == 0 and not x.has_ended
+
+
 def test_a_long_result_is_cut(parts, play):
     """The first --max-tool-tokens tokens, for the policy and for reward functions."""
     x, read, _ = play(CALL + END, "72" + END, tools=dict(echo=lambda text: TEXT), max_tool_tokens=5)
@@ -605,6 +622,15 @@ def test_the_tools_of_an_environment(counter):
     tools, environment = make_tools(dict(start=4))
     assert list(tools) == ["say", "add"]
     assert tools["add"](2) == "6" and environment.get_reward() == 6
+
+
+def test_what_reset_returns_is_refused(counter, tmp_path):
+    """TRL appends it to the prompt. Here it would be missing there."""
+    path = tmp_path / "counter.py"
+    path.write_text(COUNTER.replace("self.count = start", "return f'Count from {start}.'"))
+    make_tools, _ = script.load_tools(counter)
+    with pytest.raises(script.UserError, match="reset must return None"):
+        make_tools(dict(start=4))
 
 
 def test_each_trajectory_has_its_own_environment(parts, counter, monkeypatch):
