@@ -142,8 +142,8 @@ def all_steps(is_toy):
         f"{SHAPE} && rm -rf $SHARED/fsdp2 && {shards} --gradient-checkpointing --output-dir $SHARED/fsdp2"
     )
     add("fsdp2", 120, shards, TOY_GRPO)
-    resume = f"{FSDP2} grpo_math.py --resume $SHARED/fsdp2 --total-episodes 768"
-    add("fsdp2-resume", 120, resume, "--total-episodes 32", "$SHARED/fsdp2", "fsdp2/metrics.jsonl")
+    resume = f"{FSDP2} benchmarks/gpu_all.py train grpo_math --resume $SHARED/fsdp2 --total-episodes 768"
+    add("fsdp2-resume", 120, resume, "--total-episodes 32", "$SHARED/fsdp2")
     # How far the ratios of an unchanged policy are from 1: sqrt(2 * approxkl), because nothing is learned.
     for name, flags in {"gap": "", "gap-checkpointing": "--gradient-checkpointing"}.items():
         command = (
@@ -208,7 +208,7 @@ def run_step(step, seconds, work):
     folder = work / step.name
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    command = f"{step.command} {step.toy}" if os.environ["TOY"] else step.command
+    command = f"{step.command} {step.toy}" if os.environ.get("TOY") else step.command
     start = time.time()
     with open(folder / "log", "w") as log:
         process = subprocess.Popen(
@@ -225,15 +225,17 @@ def run_step(step, seconds, work):
             state = "cut"
         end_group(process)
     lines = (folder / "log").read_text(errors="replace").splitlines()
+    reason = lines[-1] if state == "failed" and lines else ""
     files = {}
     for name in step.files.split():
         for path in (work / "shared" / name, folder / name):
             if path.exists():
                 files[name] = path.read_text()
-    if state == "done" and len(files) < len(step.files.split()):
-        state = "failed"  # to write its results
+        if state == "done" and name not in files:
+            state, reason = "failed", f"did not write {name}"
     return {
         "state": state,
+        "reason": reason,
         "seconds": round(time.time() - start, 1),
         "exit_code": process.returncode,
         "command": command,
@@ -288,8 +290,7 @@ def run_all(steps, options):
             if record["state"] == "cut" and step.limit <= left:
                 record |= {"state": "failed", "reason": f"longer than {step.limit} s"}
             file.write_text(json.dumps(record, indent=1) + "\n")
-            state, seconds = record["state"], record["seconds"]
-            note = record.get("reason", "") if state != "failed" else "".join(record["last_lines"][-1:])
+            state, seconds, note = record["state"], record["seconds"], record["reason"]
             if options.zip:
                 shutil.make_archive(f"{options.zip}.part", "zip", out)
                 os.replace(f"{options.zip}.part.zip", options.zip)
@@ -342,7 +343,7 @@ def save_shape(folder):
 
     sizes = dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14)
     sizes |= dict(num_key_value_heads=2, vocab_size=151_936, tie_word_embeddings=True)
-    if os.environ["TOY"]:
+    if os.environ.get("TOY"):
         sizes |= dict(hidden_size=56, intermediate_size=64, num_hidden_layers=2, vocab_size=1000)
     config = transformers.Qwen2Config(**sizes, max_position_embeddings=4096, eos_token_id=2, pad_token_id=0)
     torch.manual_seed(1)
@@ -390,13 +391,14 @@ def train(*words):
     parser.add_argument("script")
     options, flags = parser.parse_known_args(words)
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as the scripts do, before torch
     import accelerate
     import torch
 
     script = importlib.import_module(options.script)
     rows, recordings = [], []
     with ExitStack() as stack:
-        if os.environ["TOY"] and "LOCAL_RANK" not in os.environ:
+        if os.environ.get("TOY") and "LOCAL_RANK" not in os.environ:
             # Late imports ask for the real device: here they happen before the GPU is pretended.
             import bitsandbytes  # noqa: F401
             import device_check
@@ -408,6 +410,11 @@ def train(*words):
             for name, answer in {"memory_stats": stats, "set_per_process_memory_fraction": None}.items():
                 fake = partial(lambda answer, *args: answer, answer)
                 stack.enter_context(patch.object(torch.cuda, name, fake))
+        if os.environ.get("TOY") and os.environ.get("ACCELERATE_USE_FSDP"):
+            # accelerate shards only on GPUs, so it has to take this process for one.
+            accelerate.PartialState(cpu=True).distributed_type = accelerate.DistributedType.MULTI_GPU
+            accelerator_class = accelerate.Accelerator
+            accelerate.Accelerator = lambda cpu, **named: accelerator_class(**named)
         on_gpu = torch.cuda.is_available()
         if options.gib and on_gpu:
             torch.cuda.set_per_process_memory_fraction(options.gib * 2**30 / torch.cuda.mem_get_info()[1])
@@ -426,10 +433,11 @@ def train(*words):
             shown = ("update", "perf/seconds", "perf/rollout_seconds", "perf/train_seconds")
             shown += ("sampling/logprob_gap_mean", "sampling/logprob_gap_max", "completions/mean_length")
             row = {name: metrics[name] for name in shown if name in metrics}
+            row |= {"recordings": len(recordings), "distributed": str(run.accelerator.distributed_type)}
             stats = torch.cuda.memory_stats() if on_gpu else {}
             rows.append(row | {name: stats[key] for name, key in MEMORY.items() if stats})
             if run.accelerator.is_main_process:
-                print("\n" + json.dumps(rows[-1] | {"recordings": len(recordings)}), flush=True)
+                print("\n" + json.dumps(rows[-1]), flush=True)
             return metrics
 
         stack.enter_context(patch.object(torch.cuda.graph, "__enter__", record))
@@ -442,7 +450,7 @@ def train(*words):
     assert bool(recordings) == records, f"{len(recordings)} recordings"
     growth = memory_growth([row["allocated"] for row in rows])
     print(json.dumps({"growth_bytes": growth, "about": versions()}), flush=True)
-    assert growth <= 2**20 + 0.01 * rows[0]["allocated"], f"memory grows by {growth} bytes"
+    assert growth <= 2**23 + 0.01 * rows[0]["allocated"], f"memory grows by {growth} bytes"
 
 
 def memory_growth(allocated):
@@ -462,7 +470,7 @@ def versions():
     import transformers
 
     modules = torch, transformers, accelerate
-    name = "toy" if os.environ["TOY"] else torch.cuda.get_device_name()
+    name = "toy" if os.environ.get("TOY") else torch.cuda.get_device_name()
     return {"device": name} | {module.__name__: module.__version__ for module in modules}
 
 
