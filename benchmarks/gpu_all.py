@@ -1,16 +1,16 @@
 """Everything that has to be measured on a GPU: a list of steps, each a command with a time limit.
 
     python benchmarks/gpu_all.py --out runs/gpu --limit 580 --models MODELS --data DATA
-    python benchmarks/gpu_all.py --out runs/gpu-toy --toy    # all steps on a CPU, at toy size: about 5 minutes
+    python benchmarks/gpu_all.py --out runs/gpu-toy --toy    # all steps on a CPU, at toy size
 
 Call it again until the table says that all steps are done. As soon as a step ends, --out has its file NAME.json:
-lines that it printed as JSON, the files that it names in `files`, and its last lines. A step whose file says "done" or
-"failed" does not run again: delete the file to repeat it. A step that was cut by --limit runs again, and
-continues if it is a job of real_models.sh. MODELS and DATA are the folders of real_models.sh, and optional:
+lines that it printed as JSON, the files that it names in `files`, and its last lines. A step whose file says
+"done" or "failed" does not run again: delete the file to repeat it. A step that was cut by --limit runs again,
+and continues if it is a job of real_models.sh. MODELS and DATA are the folders of real_models.sh, and optional:
 without them, random weights answer most questions about memory, speed and correctness.
 
-The toy uses the checkpoints of this repository. A recording is emulated by tests/cuda_graphs.py, and `train` runs
-on the pretended GPU of tests/device_check.py. So on a GPU, only CUDA itself is new.
+The toy uses the checkpoints of this repository. A recording is emulated by tests/cuda_graphs.py, and `train`
+runs on the pretended GPU of tests/device_check.py. So on a GPU, only CUDA itself is new.
 """
 
 import argparse
@@ -90,7 +90,8 @@ TOY_DPO = (
     "--response-length 8"
 )
 TOY_GRPO = f"{TOY_GROUPS} --num-eval-samples 2 --local-rollout-forward-batch-size 16"
-TOY_QWEN = f"{TOY_GRPO} --prompt-template None --system-prompt None --max-prompt-length 64 --num-sample-generations 0"
+TOY_QWEN = f"{TOY_GRPO} --prompt-template None --system-prompt None --max-prompt-length 64"
+TOY_QWEN += " --num-sample-generations 0"
 
 
 def all_steps(is_toy):
@@ -105,11 +106,10 @@ def all_steps(is_toy):
     add("tests-math", 300, f"{tests} tests/math", "-k test_grpo_records_too", needs)
     whole_runs = "tests/runs/test_rloo_tldr.py tests/runs/test_grpo_math.py"  # the scripts choose the GPU
     add("tests-runs", 240, f"{tests} {whole_runs}", "-k test_ratios_are_to_the_policy", needs)
+    right = f"{ROLLOUT} --only right --shapes qwen2.5-0.5b gpt2-124m pythia-1b llama-1b"
     for script in ("rloo_tldr", "grpo_math", "grpo_tools"):
-        for name, flag in {"": "", "-lora": "--lora"}.items():
-            command = f"{ROLLOUT} --script {script} --only right {flag} --shapes"
-            command += " qwen2.5-0.5b gpt2-124m pythia-1b llama-1b"
-            add(f"recorded-{script}{name}", 180, command, TOY_SHAPES, files="rollout.json")
+        add(f"recorded-{script}", 180, f"{right} --script {script}", TOY_SHAPES, files="rollout.json")
+    add("recorded-lora", 180, f"{right} --lora", TOY_SHAPES, files="rollout.json")
     for script, batch in BATCHES.items():
         toy = TOY_PPO if script.startswith("ppo") else TOY_GROUPS
         add(f"memory-{script}", 90, f"{TRAIN} {script} tiny --total-episodes {30 * batch} {SMALL}", toy)
@@ -121,19 +121,20 @@ def all_steps(is_toy):
     add("rollout", 240, ROLLOUT, "--toy --shapes qwen2.5-0.5b", files="rollout.json")
     micro_batches = "--per-device-train-batch-size 8 --gradient-accumulation-steps 32"
     for name, options, flags in (
-        ("24gb", "", micro_batches),
-        ("24gb-limit", "--gib 23.4", micro_batches),
-        ("24gb-checkpointing", "--gib 23.4", "--gradient-checkpointing"),
-        ("emptied", "", ""),  # torch.cuda.graph returns all free memory to the driver before it records
-        ("not-emptied", "--no-empty", ""),
+        ("24gb", "", f"--total-episodes 768 {micro_batches}"),
+        ("24gb-limit", "--gib 23.4", f"--total-episodes 768 {micro_batches}"),
+        ("24gb-checkpointing", "--gib 23.4", "--total-episodes 768 --gradient-checkpointing"),
+        # torch.cuda.graph returns all free memory to the driver before it records.
+        ("emptied", "", "--total-episodes 1536"),
+        ("not-emptied", "--no-empty", "--total-episodes 1536"),
     ):
-        command = f"{SHAPE} && {TRAIN} {options} grpo_math {RANDOM} --total-episodes 1536 {flags}"
+        command = f"{SHAPE} && {TRAIN} {options} grpo_math {RANDOM} {flags}"
         add(name, 120, command, TOY_GRPO)
     add("casts", 180, f"{ROLLOUT} --only casts --shapes llama-7b --lora", "--toy", files="rollout.json")
     nccl = f"{TORCHRUN} 1 benchmarks/gpu_all.py train rloo_tldr tiny --total-episodes 1024 {SMALL}"
     add("nccl", 90, nccl, TOY_GROUPS)  # next to recordings
     gloo = (
-        f"{TORCHRUN} 2 benchmarks/gpu_all.py train --gloo grpo_math {RANDOM} --gradient-accumulation-steps 4"
+        f"{TORCHRUN} 2 benchmarks/gpu_all.py train --gloo grpo_math {RANDOM} --per-device-train-batch-size 16"
     )
     gloo = f"{SHAPE} && ACCELERATE_BYPASS_DEVICE_MAP=true {gloo} --total-episodes 768"
     add("two-ranks", 120, gloo, TOY_GRPO)  # on one GPU
@@ -264,11 +265,8 @@ def run_all(steps, options):
     out = options.out.resolve()
     work = out.with_name(out.name + "-work")
     out.mkdir(parents=True, exist_ok=True)
-    os.environ |= {
-        "PYTHON": sys.executable,
-        "SHARED": str(work / "shared"),
-        "TOY": "1" if options.toy else "",
-    }
+    os.environ |= {"PYTHON": sys.executable, "SHARED": str(work / "shared")}
+    os.environ |= {"TOY": "1" if options.toy else ""}
     os.environ |= {"MODELS": str(options.models.resolve()), "DATA": str(options.data.resolve())}
     os.environ |= {"XDIST": "-n 8" if importlib.util.find_spec("xdist") and not options.toy else ""}
     if options.toy:
@@ -280,7 +278,7 @@ def run_all(steps, options):
         left = end - time.time() - GRACE  # a cut step may take so long to save a checkpoint
         seconds = ""
         if record.get("state") in ("done", "failed"):
-            state, note = record["state"], "before"
+            state, seconds, note = record["state"], record["seconds"], f"earlier {record['reason']}"
         elif missing(step):
             state, note = "skipped", "no " + ", ".join(missing(step))
         elif left < GRACE:
@@ -305,7 +303,7 @@ def run_all(steps, options):
 
 
 def make_toy_folders(toy, shared):
-    """The folders of real_models.sh, of this repository's checkpoints: MODELS, DATA and the stages before PPO."""
+    """The folders of real_models.sh: MODELS, DATA, and the stages before PPO."""
     links = {
         toy / "models/qwen2.5-coder-0.5b-instruct": "checkpoints/tools-sft",
         toy / "models/smollm2-135m-instruct": "checkpoints/reviews-lm",
@@ -454,7 +452,7 @@ def train(*words):
 
 
 def memory_growth(allocated):
-    """Bytes that are allocated after each update -> by how much the least of the last third exceeds the first.
+    """Bytes that are allocated after each update -> growth of their least from the first third to the last.
 
     The least, because the size of a batch varies. The first two updates are left out: they load kernels.
     """
