@@ -3,11 +3,11 @@
     python benchmarks/gpu_all.py --out runs/gpu --limit 580 --models MODELS --data DATA
     python benchmarks/gpu_all.py --out runs/gpu-toy --toy    # all steps on a CPU, at toy size
 
-Call it again until the table says that all steps are done. As soon as a step ends, --out has its file NAME.json:
-lines that it printed as JSON, the files that it names in `files`, and its last lines. A step whose file says
-"done" or "failed" does not run again: delete the file to repeat it. A step that was cut by --limit runs again,
-and continues if it is a job of real_models.sh. MODELS and DATA are the folders of real_models.sh, and optional:
-without them, random weights answer most questions about memory, speed and correctness.
+Call it again until the table says that all steps are done. As soon as a step ends, --out has its file
+NAME.json: lines that it printed as JSON, the files that it names in `files`, and its last lines. A step whose
+file says "done" or "failed" does not run again: delete the file to repeat it. A step that was cut by --limit
+runs again, and continues if it is a job of real_models.sh. MODELS and DATA are the folders of real_models.sh,
+and optional: without them, random weights answer most questions about memory, speed and correctness.
 
 The toy uses the checkpoints of this repository. A recording is emulated by tests/cuda_graphs.py, and `train`
 runs on the pretended GPU of tests/device_check.py. So on a GPU, only CUDA itself is new.
@@ -224,7 +224,8 @@ def run_step(step, seconds, work):
             state = "failed" if process.wait(timeout=seconds) else "done"
         except subprocess.TimeoutExpired:
             state = "cut"
-        end_group(process)
+        finally:
+            end_group(process)
     lines = (folder / "log").read_text(errors="replace").splitlines()
     reason = lines[-1] if state == "failed" and lines else ""
     files = {}
@@ -237,6 +238,7 @@ def run_step(step, seconds, work):
     return {
         "state": state,
         "reason": reason,
+        "device": device_name(),
         "seconds": round(time.time() - start, 1),
         "exit_code": process.returncode,
         "command": command,
@@ -244,6 +246,13 @@ def run_step(step, seconds, work):
         "files": files,
         "last_lines": lines[-40:],
     }
+
+
+def device_name():
+    """Calls may run on different GPUs."""
+    words = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    has_driver = shutil.which(words[0])
+    return subprocess.run(words, capture_output=True, text=True).stdout.strip() if has_driver else "no GPU"
 
 
 def end_group(process):
@@ -447,7 +456,7 @@ def train(*words):
     records = hasattr(script, "can_be_recorded") and not args.load_in_8bit
     assert bool(recordings) == records, f"{len(recordings)} recordings"
     growth = memory_growth([row["allocated"] for row in rows])
-    print(json.dumps({"growth_bytes": growth, "about": versions()}), flush=True)
+    print(json.dumps({"growth_bytes": growth}), flush=True)
     assert growth <= 2**23 + 0.01 * rows[0]["allocated"], f"memory grows by {growth} bytes"
 
 
@@ -459,17 +468,6 @@ def memory_growth(allocated):
     later = allocated[2:]
     third = len(later) // 3
     return min(later[-third:]) - min(later[:third]) if third else 0
-
-
-def versions():
-    """What ran."""
-    import accelerate
-    import torch
-    import transformers
-
-    modules = torch, transformers, accelerate
-    name = "toy" if os.environ.get("TOY") else torch.cuda.get_device_name()
-    return {"device": name} | {module.__name__: module.__version__ for module in modules}
 
 
 # ---- The command line --------------------------------------------------------------------------------------
@@ -490,6 +488,7 @@ def main():
     parser.add_argument("--only", nargs="*", default=[""], help="steps whose names begin with one of these")
     parser.add_argument("--toy", action="store_true", help="on a CPU, at toy size")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the step that runs, too
     steps = [step for step in all_steps(options.toy) if step.name.startswith(tuple(options.only))]
     return run_all(steps, options)
 
