@@ -18,6 +18,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -56,9 +57,7 @@ FSDP2 = (
     "--main_process_port 0"
 )
 RUN = "run/metrics.jsonl run/evaluation.json run/args.json"
-SMALL = (
-    "--dtype bfloat16 --num-eval-prompts 8 --num-sample-generations 0 --save-every 0 --output-dir $WORK/run"
-)
+SMALL = "--dtype bfloat16 --num-eval-prompts 8 --save-every 0 --output-dir $WORK/run"
 BATCHES = {"ppo_sentiment": 128, "ppo_dialog": 128, "rloo_tldr": 128, "grpo_math": 256, "grpo_tools": 256}
 
 # The recipe on random weights: prompts of about 200 tokens, and responses that never end early.
@@ -86,8 +85,7 @@ TOY_BATCH = "--total-episodes 16 --per-device-train-batch-size 8 --gradient-accu
 TOY_PPO = f"{TOY_BATCH} --num-mini-batches 1 --num-eval-prompts 4"
 TOY_GROUPS = f"{TOY_BATCH} --response-length 8 --num-eval-prompts 4"
 TOY_DPO = (
-    "--per-device-train-batch-size 4 --num-train-epochs 0.002 --num-eval-pairs 4 --num-eval-prompts 4 "
-    "--response-length 8"
+    "--dataset-name $DATA/pairs --per-device-train-batch-size 4 --num-eval-prompts 4 --response-length 8"
 )
 TOY_GRPO = f"{TOY_GROUPS} --num-eval-samples 2 --local-rollout-forward-batch-size 16"
 TOY_QWEN = f"{TOY_GRPO} --prompt-template None --system-prompt None --max-prompt-length 64"
@@ -227,7 +225,8 @@ def run_step(step, seconds, work):
         finally:
             end_group(process)
     lines = (folder / "log").read_text(errors="replace").splitlines()
-    reason = lines[-1] if state == "failed" and lines else ""
+    texts = [line for line in lines if re.search(r"\w", line)]  # without the borders of boxes
+    reason = texts[-1] if state == "failed" and texts else ""
     files = {}
     for name in step.files.split():
         for path in (work / "shared" / name, folder / name):
@@ -335,6 +334,10 @@ def make_toy_folders(toy, shared):
             link.symlink_to(ROOT / target)
         if link.name == "model":
             (link.parent / "finished").touch()
+    (toy / "data/pairs").mkdir(exist_ok=True)  # a few, because the reference of dpo_tldr.py reads all pairs
+    pairs = (ROOT / "data/tldr-preference/test.jsonl").read_text().splitlines(keepends=True)
+    (toy / "data/pairs/train.jsonl").write_text("".join(pairs[:40]))
+    (toy / "data/pairs/test.jsonl").write_text("".join(pairs[40:50]))
     os.environ |= {"MODELS": str(toy / "models"), "DATA": str(toy / "data")}
 
 
