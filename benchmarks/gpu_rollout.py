@@ -8,16 +8,20 @@ right     the same rollout with steps that are recorded, with steps that are cal
 step      milliseconds per token step. recorded: a rollout of 128 tokens / 128, so with prompts and recording;
           growing cache (64 and 256 rows): rollouts of 128 and of 64 tokens, their difference / 64
 rollout   256 responses of 512 tokens, with rounds of 64 to 512 tokens
+casts     only with --only casts --lora: milliseconds per recorded step with frozen weights in fp32, which autocast rounds in each
+          step, and in bf16; whether the results are the same bits
 Exit code 1: recorded steps are not right.
 """
 
 import argparse
+import importlib
 import json
 import os
 import sys
 import time
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as the scripts do, before torch
@@ -26,13 +30,15 @@ import transformers  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-import grpo_math  # noqa: E402
-
 parser = argparse.ArgumentParser()
 parser.add_argument("out")
 parser.add_argument("--toy", action="store_true")
 parser.add_argument("--shapes", nargs="*", default=["qwen2.5-0.5b", "gpt2-124m", "pythia-1b"])
+parser.add_argument("--script", default="grpo_math")  # or rloo_tldr, grpo_tools: their generate records too
+parser.add_argument("--only", nargs="*", default=["right", "step", "rollout"])  # sections
+parser.add_argument("--lora", action="store_true")  # the models have a LoRA adapter
 options = parser.parse_args()
+script = importlib.import_module(options.script)
 TOY = options.toy
 DEVICE = "cpu" if TOY else "cuda"
 C, K = (8, 2) if TOY else (100, 8)  # tokens of a prompt, responses to a prompt
@@ -62,6 +68,13 @@ def make_model(shape):
         sizes = dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=8)
         toy = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, vocab_size=97)
         config = transformers.GPTNeoXConfig(**sizes | (toy if TOY else {}))
+    elif shape.startswith("llama"):
+        sizes = dict(hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32)
+        sizes |= dict(num_key_value_heads=8, vocab_size=128_256, tie_word_embeddings=True)
+        if shape == "llama-7b":
+            sizes = {}  # the defaults of transformers
+        toy = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2, vocab_size=97)
+        config = transformers.LlamaConfig(**sizes | (toy if TOY else {}))
     torch.manual_seed(1)
     with torch.device(DEVICE):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -69,18 +82,27 @@ def make_model(shape):
         for p in model.parameters():
             if p.ndim > 1:
                 p.mul_(2)  # random weights are so small that all tokens would be equally likely
-    return swap_kernels(model)
+    model = swap_kernels(model)
+    if options.lora:
+        model = script.add_lora(
+            model, SimpleNamespace(lora_r=16, lora_alpha=32, lora_target_modules="all-linear")
+        ).eval()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if "lora_B" in name:
+                    p.normal_(0, 0.02)  # so that the adapter does something
+    return model
 
 
 def swap_kernels(model):
     """The part of load_model that replaces modules, on a model that is already there."""
-    no_report = {"missing_keys": set()}
+    no_report = {"missing_keys": set(), "mismatched_keys": set()}
     with (
-        patch.object(grpo_math, "resolve_path", return_value="."),
+        patch.object(script, "resolve_path", return_value="."),
         patch.object(transformers.utils.peft_utils, "find_adapter_config_file", return_value=None),
-        patch.object(grpo_math.AutoModelForCausalLM, "from_pretrained", return_value=(model, no_report)),
+        patch.object(script.AutoModelForCausalLM, "from_pretrained", return_value=(model, no_report)),
     ):
-        return grpo_math.load_model(grpo_math.AutoModelForCausalLM, ".").eval()
+        return script.load_model(script.AutoModelForCausalLM, ".").eval()
 
 
 @contextmanager
@@ -92,11 +114,11 @@ def rounds(how, n=128):
             step()
 
     with ExitStack() as stack:
-        stack.enter_context(patch.object(grpo_math, "TOKENS_PER_ROUND", n))
+        stack.enter_context(patch.object(script, "TOKENS_PER_ROUND", n))
         if how == "one token" or TOY:
-            stack.enter_context(patch.object(grpo_math, "can_be_recorded", lambda *_: how != "one token"))
+            stack.enter_context(patch.object(script, "can_be_recorded", lambda *_: how != "one token"))
         if how == "called":
-            stack.enter_context(patch.object(grpo_math, "repeat", call))
+            stack.enter_context(patch.object(script, "repeat", call))
         yield
 
 
@@ -113,7 +135,7 @@ def generate(model, rows, T, how, n=128, is_bf16=True, stop_ids=NO_STOP):
     reset_memory()
     start = clock()
     with rounds(how, n), torch.autocast(DEVICE, torch.bfloat16, enabled=is_bf16), torch.no_grad():
-        tokens, logprobs = grpo_math.generate(model, ids, mask, uniforms, stop_ids, 1.0)
+        tokens, logprobs = script.generate(model, ids, mask, uniforms, stop_ids, 1.0)
     return (ids, mask), tokens, logprobs, clock() - start, peak_gib()
 
 
@@ -151,7 +173,7 @@ def is_right(shape, model):
             row_ids = torch.cat([ids.repeat_interleave(K, 0), own_tokens], 1)
             row_mask = torch.cat([mask.repeat_interleave(K, 0), valid], 1)
             with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16, enabled=is_bf16):
-                updated, _ = grpo_math.response_logprobs(model, row_ids, row_mask, T, 1.0)
+                updated, _ = script.response_logprobs(model, row_ids, row_mask, T, 1.0)
             gaps[how] = (updated - own_logprobs)[valid].abs().mean().item()
         note(
             "right",
@@ -193,6 +215,21 @@ def time_rollouts(shape, model):
         note("rollout", f"{shape}, none ends early, rounds of {n}", **values)
 
 
+def time_casts(shape, model):
+    """Round the frozen weights of a model with an adapter. Under autocast, no result changes."""
+    rows, n = (8, 8) if TOY else (64, 128)
+    outputs = []
+    for dtype in ("fp32", "bf16"):
+        if dtype == "bf16":
+            script.round_frozen_weights(model, is_saved=False)
+        generate(model, rows, n, "recorded", n)
+        _, tokens, logprobs, seconds, gib = generate(model, rows, n, "recorded", n)
+        note("casts", f"{shape}, frozen weights in {dtype}", ms_recorded=seconds / n * 1e3, gib=gib)
+        outputs.append((tokens, logprobs))
+    same = all(torch.equal(x, y) for x, y in zip(*outputs))
+    note("casts", f"{shape}, both", same_bits=same)
+
+
 def main():
     torch.set_float32_matmul_precision("high")  # as the scripts do
     name = "CPU, toy sizes" if TOY else torch.cuda.get_device_name()
@@ -200,10 +237,14 @@ def main():
     good = True
     for shape in options.shapes:
         model = make_model(shape)
-        good = is_right(shape, model) and good
-        time_steps(shape, model)
-        if shape == "qwen2.5-0.5b":
+        if "right" in options.only:
+            good = is_right(shape, model) and good
+        if "step" in options.only:
+            time_steps(shape, model)
+        if "rollout" in options.only and shape == "qwen2.5-0.5b":
             time_rollouts(shape, model)
+        if "casts" in options.only:
+            time_casts(shape, model)
     print("recorded steps are right" if good else "WRONG: recorded steps are not right")
     sys.exit(not good)
 

@@ -5,8 +5,9 @@
 
 The flags after the file are those of grpo_math.py, and the tasks of each update are those of its run with the
 same flags, in the same order and as the same tokens. Weights are in fp32, with bf16 autocast on a GPU, and
-generation is that of transformers, without vLLM. Gradient checkpointing, which TRL turns on, is off as in the
-recipe. All other settings are TRL's defaults.
+generation is that of transformers. Gradient checkpointing, which TRL turns on, is off as in the
+recipe. All other settings are TRL's defaults, or those of GRPO_CONFIG in the environment, as JSON:
+{"use_transformers_continuous_batching": true} or {"use_vllm": true, "vllm_mode": "colocate"}.
 """
 
 import json
@@ -137,6 +138,7 @@ def main(path, *flags):
         logging_steps=1,
         disable_tqdm=True,
         seed=args.seed,
+        **json.loads(os.environ.get("GRPO_CONFIG", "{}")),
     )
     trainer = TimedTrainer(
         model=transformers.AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=torch.float32),

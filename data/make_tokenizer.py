@@ -40,7 +40,9 @@ def make_tokenizer(texts, size):
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Train a byte-level BPE tokenizer on the texts of a data set.")
+    parser = argparse.ArgumentParser(
+        description="Train a byte-level BPE tokenizer on the texts of a data set."
+    )
     parser.add_argument("data", type=Path, help="folder with train.jsonl")
     parser.add_argument("size", type=int, help="number of tokens")
     parser.add_argument("folder", type=Path, help="where to save the tokenizer")
