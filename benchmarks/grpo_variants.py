@@ -139,6 +139,7 @@ def plot():
                 axis.axvspan(min(values), max(values), color="tab:orange", alpha=0.15)
         axis.set_title(title, fontsize=10)
         axis.grid(axis="y", alpha=0.3)
+        axis.locator_params(axis="x", nbins=4)
     axes[0].set_yticks(range(len(names)), names)
     axes[0].invert_yaxis()
     figure.savefig(ROOT / "docs/grpo-variants.png", dpi=110)

@@ -1,4 +1,5 @@
-"""The tables of docs/grpo_tools.md: before and after in three seeds, and why wrong trajectories are wrong.
+"""The tables of docs/grpo_tools.md: before and after in three seeds, why wrong trajectories are wrong, and how far
+the policy that guesses numbers is from the best one.
 
 python benchmarks/tool_results.py
 """
@@ -11,6 +12,8 @@ from pathlib import Path
 from archive import read, read_rows
 
 RESULTS = Path(__file__).resolve().parents[1] / "results/grpo-tools-tiny"
+GUESS = RESULTS.parent / "grpo-tools-guess/seed1.zip"
+NUMBERS = 31  # the secret is one of 1 to 31
 SEEDS = (1, 2, 3)
 METRICS = (
     "held-out: pass@1",
@@ -105,5 +108,58 @@ def errors():
     return "\n".join(lines)
 
 
+def best_guesses(n):
+    """The sum, over n equally likely numbers, of the guesses that the best policy needs: it halves."""
+    if n <= 0:
+        return 0
+    lower = (n - 1) // 2
+    return n + best_guesses(lower) + best_guesses(n - 1 - lower)  # each number pays this guess
+
+
+def game(text):
+    """A trajectory of the recipe guess. -> is found, guesses, those that no earlier result rules out"""
+    low, high, possible = 1, NUMBERS, 0
+    found = re.findall(r'"number": (-?\d+)\}\}\n</tool_call><\|im_end\|>\n<\|im_start\|>tool\n(higher|lower|right)', text)
+    for number, result in found:
+        number = int(number)
+        possible += low <= number <= high
+        if result == "higher":
+            low = max(low, number + 1)
+        if result == "lower":
+            high = min(high, number - 1)
+    return any(result == "right" for _, result in found), len(found), possible
+
+
+def distance():
+    """How far sampled games are from the best policy, as a markdown table."""
+    best = best_guesses(NUMBERS) / NUMBERS
+    columns = []
+    for when in ("before", "after"):
+        games = []
+        for row in read_rows(GUESS, "evaluation_samples.jsonl"):
+            if row["set"] == "held-out":
+                games += [game(text) for text in row[when]["responses"]]
+        found = [guesses for is_found, guesses, _ in games if is_found]
+        rewards = [1 + (8 - guesses) / 8 if is_found else 0 for is_found, guesses, _ in games]
+        possible = sum(game[2] for game in games) / sum(game[1] for game in games)
+        columns.append([
+            f"{len(found) / len(games):.3f}",
+            f"{sum(found) / len(found):.2f}",
+            f"{possible:.3f}",
+            f"{sum(rewards) / len(games):.3f}",
+        ])  # fmt: skip
+    columns.append(["1.000", f"{best:.2f}", "1.000", f"{1 + (8 - best) / 8:.3f}"])
+    names = (
+        "games in which the number was found",
+        "guesses, if it was found",
+        "guesses that no earlier result rules out",
+        "reward",
+    )
+    lines = [f"| {len(games):,} sampled games | before | after | best policy |", "|---|---|---|---|"]
+    for name, *cells in zip(names, *columns):
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
-    print(results(), errors(), misuse(), sep="\n\n")
+    print(results(), errors(), misuse(), distance(), sep="\n\n")

@@ -293,9 +293,10 @@ def test_the_tables_are_those_of_the_programs():
     assert load_program("benchmarks/differences.py").page() == DOCS["differences"]
     assert load_program("benchmarks/trl_dpo.py").table() in DOCS["dpo_tldr"]
     assert load_program("benchmarks/dpo_variants.py").table() in DOCS["dpo_tldr"]
+    assert load_program("benchmarks/grpo_variants.py").table() in DOCS["grpo_math"]
     assert load_program("benchmarks/eval_every.py").table() in DOCS["running"]
     tools = load_program("benchmarks/tool_results.py")
-    for table in (tools.results, tools.errors, tools.misuse):
+    for table in (tools.results, tools.errors, tools.misuse, tools.distance):
         assert table() in DOCS["grpo_tools"]
     greedy = [result(f"grpo-tools-tiny/seed{seed}/evaluation.json") for seed in tools.SEEDS]
     before, after = ([x[when]["greedy: pass@1"] for x in greedy] for when in ("before", "after"))
