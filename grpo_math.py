@@ -2303,7 +2303,7 @@ MAY_CHANGE = (
 # Flags of all scripts with which a recipe describes its own data.
 DESCRIBE_DATA = (
     *("eval_dataset_name", "center_dataset_name", "hard_dataset_name"),
-    *("label_names", "prompt_template", "reward_fn", "judge_fn"),
+    *("label_names", "prompt_template", "reward_fn", "environment", "judge_fn"),
 )
 
 

@@ -8,7 +8,7 @@ grpo_math.py, this is what changes (in the code: docs/differences.md):
    `sampled` [B, T] marks the first kind. Loss, entropy, KL and every mean over tokens count only these. But
    attention reads all of them: if a tool's result were hidden from the model, the update would train another
    policy than the one that acted. All sampled tokens of a trajectory share its advantage.
-2. The loop over turns (`write_trajectories`). Tokens are never tokenized a second time: a row is the prompt,
+2. The loop over turns (`write_trajectories`). What was sampled is never tokenized again: a row is the prompt,
    the sampled tokens, the tokens of the tool's message, the next sampled tokens, and so on. If a turn were
    decoded and its text tokenized again, the tokens might not be those that were sampled.
 3. Tools and environments. A tool is a function with type hints and a docstring (--tools). An environment is
@@ -134,18 +134,18 @@ class Args:
         "Think step by step, use the calculator, and put your final answer within \\boxed{}."
     )
     chat_template_kwargs: str | None = None  # template options, in JSON: {"enable_thinking": false}
-    reward_fn: list[str] | None = field(  # FILE.py:function ...; f(completions, **columns) -> one number each
+    reward_fn: list[str] | None = field(  # FILE.py:function ...: see score_trajectories; None: get_reward()
         default_factory=lambda: ["data/math_rewards.py:correct"]
     )
-    reward_weights: list[float] | None = None  # one for each function of --reward-fn; None: 1 each
+    reward_weights: list[float] | None = None  # for each --reward-fn, then get_reward(); None: 1 each
     max_prompt_length: int = 512  # tasks whose prompt has more tokens are skipped
     response_length: int = 512  # longest trajectory, in tokens: sampled ones and those of the tools together
-    stop_token: Literal["eos"] | None = "eos"  # end at EOS and the model's other stop tokens; None: never
-    stop_token_id: list[int] | None = None  # end responses at these token ids only; replaces --stop-token
+    stop_token: Literal["eos"] | None = "eos"  # end turns at EOS and the model's other stop tokens (not None)
+    stop_token_id: list[int] | None = None  # end turns at these token ids only; replaces --stop-token
     temperature: float = 1.0  # sampling temperature; all log-probabilities use it too
 
     # Tools
-    tools: list[str] | None = field(  # FILE.py:function ..., with type hints and a docstring
+    tools: list[str] | None = field(  # FILE.py:function ...: see load_tools; None: those of --environment
         default_factory=lambda: ["data/tools.py:calculator"]
     )
     environment: str | None = None  # FILE.py:Class; each trajectory has one: see load_tools
@@ -204,7 +204,7 @@ RECIPES = {
         tools=None,
         environment="data/tools.py:GuessTheNumber",
         reward_fn=None,
-        max_turns=9,
+        max_turns=9,  # 8 guesses and an answer
         dtype="float32",
         total_episodes=51_200,
         per_device_train_batch_size=64,
@@ -335,7 +335,8 @@ def train(args):
     get_scores = load_reward(args, trainer_state, device)  # (trajectories) -> dict: name of the reward -> [B]
     # make_tools() -> the tools of a new trajectory, a dict: name -> function; and its environment, or None
     make_tools, schemas = load_tools(args)
-    # The chat template writes the tools' names and arguments into every prompt.
+    # If the chat template reads them, every prompt describes the tools. That of the small model does not:
+    # fine-tuning taught it the tools.
     tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, tools=schemas)
     train_prompts, held_out, counts = load_prompts(args, tokenizer)
     policy = load_policy(args, args.model_name_or_path, device)
@@ -347,7 +348,7 @@ def train(args):
     # it or, with FSDP2 and ZeRO-3, a sharded copy. copy_weights copies that back after each update.
     model = Policy(policy)
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)  # [any number]
-    turn_format = TurnFormat(tokenizer, stop_ids)
+    turn_format = TurnFormat(tokenizer, stop_ids)  # what the template writes between turns; .end of a turn
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
 
@@ -435,6 +436,8 @@ def train(args):
                             new_logprobs, entropies = learner(
                                 b["ids"][rows, : C + t], b["mask"][rows, : C + t], t, args.temperature
                             )  # [n, t] each, 0 after the end of a response; only these have a gradient
+                        # What a tool wrote may be arbitrarily unlikely: k3 would be inf, and inf * 0 is nan.
+                        new_logprobs = new_logprobs.where(mb_sampled, 0.0)
                         if takes_several_steps(args):
                             old_logprobs = b["logprobs"][rows, :t]
                         else:
@@ -499,7 +502,7 @@ def train(args):
         # var r = E[(r - 1)^2] - (E[r - 1])^2
         update_metrics["val/ratio_var"] -= (update_metrics["val/ratio"] - 1) ** 2
         score_std_of_groups = b["scores"].view(P, k).std(1, correction=0)  # [P]
-        lengths = sampled.sum(1).float()  # [B]; without the tokens that the tools wrote
+        sampled_lengths = sampled.sum(1).float()  # [B]; b["lengths"] also counts what the tools wrote
         tokens_per_trajectory = tokens_trained / (B * args.num_ppo_epochs)  # those in the loss
         # -log p of a whole response, for the sampled tokens. (policy/entropy_avg is exact, and per token.)
         entropy = -update_metrics.pop("logprob") * tokens_per_trajectory
@@ -517,16 +520,16 @@ def train(args):
             # The fraction of groups with equal rewards, up to rounding. Their advantages are 0.
             "frac_reward_zero_std": (score_std_of_groups < 1e-6).float().mean(),
             **reward_means(b),
-            "completions/mean_length": lengths.mean(),
-            "completions/min_length": lengths.min(),
-            "completions/max_length": lengths.max(),
+            "completions/mean_length": sampled_lengths.mean(),
+            "completions/min_length": sampled_lengths.min(),
+            "completions/max_length": sampled_lengths.max(),
             "completions/clipped_ratio": 1 - b["stopped"].float().mean(),  # without an answer
             # TRL's names: calls per trajectory, and the share of calls that failed.
             "tools/call_frequency": b["calls"].mean(),
             "tools/failure_frequency": b["failures"].sum() / b["calls"].sum().clamp(min=1),
             "tools/turns": b["turns"].mean(),
             "sampling/logprob_gap_max": accelerator.gather(max_sampling_gap).max(),
-            **performance_metrics(start_time, rollout_end, lengths.sum(), device),
+            **performance_metrics(start_time, rollout_end, sampled_lengths.sum(), device),
         }
         metrics["eps"] = B / metrics["perf/seconds"]  # episodes per second
         if has_kl:
@@ -555,7 +558,7 @@ def train(args):
             }
             if has_kl:
                 kl = kl_per_token(b["sampling_logprobs"][:k], b["ref_logprobs"][:k], "k1")
-                token_columns["kl"] = kl  # [k, T]
+                token_columns["kl"] = kl * sampled[:k]  # [k, T]
             prompt = plain_text(prompt_share["examples"][0]["prompt"])
             samples = {"prompt": [prompt] * k, "response": responses[:k], "score": b["scores"][:k].tolist()}
             log_samples(run, update, rows_of(samples), b["lengths"], token_columns)
@@ -584,7 +587,7 @@ def evaluate(respond, held_out, args, accelerator):
     tasks, "without tools" and "greedy".
     """
     records = {name: evaluate_set(respond, tasks, args, accelerator) for name, tasks in held_out.items()}
-    # The control: a call gets no answer.
+    # The control: the policy never reads a result.
     one_turn = replace(args, max_turns=1)
     records["without tools"] = evaluate_set(respond, held_out["held-out"], one_turn, accelerator)
     # Nearly greedy decoding: does the policy know the answer, but lose it in sampling?
@@ -614,7 +617,7 @@ def evaluate_set(respond, tasks, args, accelerator):
         if share["examples"]:  # there may be more processes than tasks
             b, responses = respond(share, args)
             scores_by_name = {name: x for name, x in b.items() if name.startswith("rewards/")}
-            first_score = torch.full_like(b["calls"], math.nan)  # [P * k]
+            first_score = torch.full_like(b["lengths"], math.nan, dtype=torch.float)  # [P * k]
             for score in scores_by_name.values():
                 first_score = torch.where(first_score.isnan(), score, first_score)
             columns = scores_by_name | {"right": first_score >= 1, "ended": b["stopped"]}
@@ -843,7 +846,10 @@ def write_trajectories(policy, tokenizer, turn_format, make_tools, stop_ids, bat
             x.messages.append({"role": "assistant", "content": text, "tool_calls": calls})
             x.has_ended = is_complete and not calls
 
-        # 2. The tools answer. Their message is appended if it leaves room for the policy's next turn.
+        # 2. The tools answer. Their message is appended if it leaves room for the policy's next turn. Calls
+        #    are run only if the turn has the template's own end: another stop token, or none, ends the
+        #    trajectory. Those of the last turn run too, because they may change the environment and they
+        #    count, but nobody reads their results.
         callers = [x for x in writers if x.messages[-1]["tool_calls"] and x.tokens[-1] == turn_format.end]
         writers = []
         for x, results in zip(callers, call_tools(callers, args.tool_timeout)):
@@ -866,6 +872,7 @@ def sample_turns(policy, texts, uniforms, stop_ids, args):
     -> G * k pairs of tokens and the log-probabilities they were sampled with, both lists
     """
     k = len(uniforms) // len(texts)
+    # A row with fewer random numbers than others samples on, with zeros. That is cut off below.
     padded = nn.utils.rnn.pad_sequence(uniforms, batch_first=True).unflatten(0, (-1, k))  # [G, k, L]
     outputs = []
     for part in torch.arange(len(texts)).split(max(1, args.local_rollout_forward_batch_size // k)):
@@ -877,8 +884,9 @@ def sample_turns(policy, texts, uniforms, stop_ids, args):
     tokens, logprobs = [torch.cat(parts) for parts in zip(*outputs)]  # [G * k, L] each
     lengths = response_lengths(tokens, stop_ids).tolist()
     turns = []
-    for length, numbers, *turn in zip(lengths, uniforms, tokens.tolist(), logprobs.tolist()):
-        turns.append([x[: min(length, len(numbers))] for x in turn])
+    for length, row_uniforms, ids, row_logprobs in zip(lengths, uniforms, tokens.tolist(), logprobs.tolist()):
+        end = min(length, len(row_uniforms))
+        turns.append((ids[:end], row_logprobs[:end]))
     return turns
 
 
@@ -1063,9 +1071,10 @@ def token_logits(hidden, weight, temperature=1.0, bias=None):
 
 
 # ============================================================================================================
-# Part II: infrastructure. Nothing below is needed to understand GRPO. To write a reward function, read
-# call_reward_functions; to bring your own data, load_splits and task_prompt. The scripts share most of these
-# functions, copied verbatim, so some arguments are not used in this one.
+# Part II: infrastructure. Nothing below is needed to understand GRPO. How tools are called, and what the chat
+# template writes between turns: section Tools. To write a tool or an environment, read load_tools; a reward
+# function, score_trajectories; to bring your own data, load_splits and task_prompt. The scripts share most of
+# these functions, copied verbatim, so some arguments are not used in this one.
 # ============================================================================================================
 
 SCRIPT = Path(__file__).stem
@@ -1565,11 +1574,14 @@ def load_tools(args):
         if environment_class is None:
             return functions, None
         environment = environment_class()
-        if environment.reset(**columns) is not None:
-            raise UserError("reset must return None: what it returns would be missing from the prompt")
+        # A copy, because siblings and rewards read the same columns.
+        observation = environment.reset(**copy.deepcopy(columns))
+        if observation is not None:  # TRL appends it to the prompt
+            raise UserError(f"{args.environment}: reset must return None; write what it says into the prompt")
         return tools_of(environment), environment
 
-    tools = tools_of(environment_class and environment_class())
+    example = environment_class() if environment_class else None  # only for the schemas
+    tools = tools_of(example)
     if not tools:
         raise UserError("there is no tool: name --tools FILE.py:function, or --environment FILE.py:Class")
     return make_tools, [transformers.utils.get_json_schema(function) for function in tools.values()]
@@ -1584,28 +1596,31 @@ def call_tools(callers, timeout):
     """Run the calls in the last message of each trajectory, in parallel threads. -> a list of str for each
 
     Whatever goes wrong is told to the policy as the result: "error: ...". A thread cannot be ended from
-    outside, so a tool that hangs goes on until the run ends.
+    outside: a tool that hangs goes on, as a daemon, which does not keep the script from ending.
     """
     jobs = []
     for x in callers:
-        results = []
-        thread = threading.Thread(target=run_calls, args=(x, results), daemon=True)
+        results, is_over = [], threading.Event()
+        thread = threading.Thread(target=run_calls, args=(x, results, is_over), daemon=True)
         thread.start()
-        jobs.append((thread, results))
+        jobs.append((thread, results, is_over))
     deadline = time.time() + timeout
-    for x, (thread, results) in zip(callers, jobs):
+    for x, (thread, results, is_over) in zip(callers, jobs):
         thread.join(max(0, deadline - time.time()))
+        is_over.set()
         calls = x.messages[-1]["tool_calls"]
-        results = results[: len(calls)]
+        results = list(results)  # a copy: a tool that hangs may still append to its own list
         results += (len(calls) - len(results)) * [f"error: no result after {timeout:g} seconds"]
         x.num_calls += len(calls)
         x.num_failures += sum(result.startswith("error: ") for result in results)
         yield results
 
 
-def run_calls(trajectory, results):
+def run_calls(trajectory, results, is_over):
     """Run the calls in the last message of a trajectory, one after the other, and append their results."""
     for call in trajectory.messages[-1]["tool_calls"]:
+        if is_over.is_set():  # the policy was told that this call has no result
+            return
         try:
             call = json.loads(call)
             function = trajectory.tools[call["name"]]
@@ -1636,7 +1651,7 @@ class TurnFormat:
 
     def ids_after_text(self, results):
         """The token ids after the assistant's text: the end of the turn, the results, the next header."""
-        text = "a3f1c9"  # stands for what the policy wrote
+        text = "a3f1c97be20d8654"  # in place of what the policy wrote; no result contains it
         messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": text}]
         messages += [{"role": "tool", "content": result} for result in results]
         _, *after = render_chat(self.tokenizer, messages, is_prompt=True).split(text)
@@ -1666,6 +1681,8 @@ def load_reward(args, trainer_state, device):
     if args.environment is not None:
         [environment_class] = load_functions([args.environment]).values()
         if hasattr(environment_class, "get_reward"):
+            if "environment" in functions:
+                raise UserError("--reward-fn: the name environment is that of get_reward(), so use another")
             functions["environment"] = reward_of_environment
     if not functions:
         raise UserError("there is no reward: name --reward-fn, or give the environment a method get_reward")
@@ -1681,9 +1698,15 @@ def score_trajectories(functions, trainer_state, device, trajectories):
     """Call reward functions for each trajectory. -> dict: name of the function -> fp32 [B]
 
     A completion is the list of the messages of a trajectory: role assistant (content, tool_calls) or tool. A
-    function also gets the trajectories' environments, and the columns of the data.
+    function also gets the trajectories' environments, and the columns of the data. For example:
+
+        def correct(completions, answer, **kwargs):
+            return [float(messages[-1]["content"] == right) for messages, right in zip(completions, answer)]
     """
-    rows = [x.example["columns"] | {"environments": x.environment} for x in trajectories]
+    # Not as a column: columns are copied, but an environment may hold what cannot be copied, such as a lock.
+    environments = [x.environment for x in trajectories]
+    functions = {name: partial(function, environments=environments) for name, function in functions.items()}
+    rows = [x.example["columns"] for x in trajectories]
     prompts = [x.example["prompt"] for x in trajectories]
     completions = [x.messages for x in trajectories]
     token_ids = [x.tokens for x in trajectories]
@@ -1840,6 +1863,9 @@ def load_prompts(args, tokenizer):
     data were kept (a line to print).
     """
     train_rows, held_out_rows = load_splits(args.dataset_name)
+    for row in train_rows + held_out_rows:  # tools are in the chat template, so a text becomes a chat
+        if row.get("prompt") and not is_chat(row["prompt"]):
+            row["prompt"] = [{"role": "user", "content": row["prompt"]}]
     if args.num_train_rows is not None:  # the same ones for every --seed
         train_rows = random.Random(0).sample(train_rows, min(args.num_train_rows, len(train_rows)))
     splits = {"training": train_rows, "held-out": held_out_rows}
@@ -2459,7 +2485,7 @@ MAY_CHANGE = (
 # Flags of all scripts with which a recipe describes its own data.
 DESCRIBE_DATA = (
     *("eval_dataset_name", "center_dataset_name", "hard_dataset_name"),
-    *("label_names", "prompt_template", "reward_fn", "judge_fn"),
+    *("label_names", "prompt_template", "reward_fn", "environment", "judge_fn"),
 )
 
 

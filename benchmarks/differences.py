@@ -46,9 +46,10 @@ The algorithm is the same, line for line: no formula differs. What differs comes
 1. A response is a trajectory: the policy writes, tools answer, the policy goes on.
 2. A mask `sampled` marks the tokens that the policy wrote. The loss, the KL, the entropy and all means over
    tokens use it instead of `valid`. Attention sees all tokens.
-3. A rollout needs tools, the chat template's format of a turn, and environments.
+3. A rollout needs tools, the chat template's format of a turn, and environments. New: Trajectory,
+   write_trajectories, sample_turns, and the section Tools.
 4. A reward function sees the list of messages, and the environment.
-5. Calls, failed calls and turns are logged.
+5. Calls, failed calls and turns are logged. Gone: distinct_bigrams and --hard-dataset-name.
 """,
     ("reward_model", "dpo_tldr"): """
 1. The loss is the same, -log sigmoid(a - b). But the score of a response is beta times the difference of its

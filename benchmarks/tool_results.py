@@ -119,7 +119,9 @@ def best_guesses(n):
 def game(text):
     """A trajectory of the recipe guess. -> is found, guesses, those that no earlier result rules out"""
     low, high, possible = 1, NUMBERS, 0
-    found = re.findall(r'"number": (-?\d+)\}\}\n</tool_call><\|im_end\|>\n<\|im_start\|>tool\n(higher|lower|right)', text)
+    found = re.findall(
+        r'"number": (-?\d+)\}\}\n</tool_call><\|im_end\|>\n<\|im_start\|>tool\n(higher|lower|right)', text
+    )
     for number, result in found:
         number = int(number)
         possible += low <= number <= high

@@ -1243,14 +1243,22 @@ grpo_tools.train: the policy learns what the tools wrote (trap 52)
   runs/test_grpo_tools.py::test_an_update_by_hand
   - (token_loss * mb_sampled).sum() / num_tokens
   + token_loss.sum() / num_tokens
+grpo_tools.train: unlikely tokens of a tool make the KL infinite (UserError)
+  runs/test_grpo_tools.py::test_what_a_tool_wrote_may_be_arbitrarily_unlikely
+  - new_logprobs.where(mb_sampled, 0.0)
+  + new_logprobs
+grpo_tools.train: samples have a KL at the tokens of a tool
+  runs/test_grpo_tools.py::test_tokens_of_samples
+  - kl * sampled[:k]
+  + kl
 grpo_tools.train: the loss is divided by all tokens (trap 55)
   runs/test_grpo_tools.py::test_an_update_by_hand
   - num_tokens = sampled.view(P, k, T)[minibatch].sum()
   + num_tokens = b["mask"][:, C:].reshape(P, k, T)[minibatch].sum()
 grpo_tools.train: lengths count what the tools wrote (trap 55)
   runs/test_grpo_tools.py::test_every_number_of_an_update
-  - lengths = sampled.sum(1).float()
-  + lengths = b["lengths"].float()
+  - sampled_lengths = sampled.sum(1).float()
+  + sampled_lengths = b["lengths"].float()
 grpo_tools.train: means over tokens count what the tools wrote (trap 55)
   runs/test_grpo_tools.py::test_every_number_of_an_update
   - metric_sums[name] += (x * mb_sampled).sum()
@@ -1384,8 +1392,8 @@ grpo_tools.sample_turns: a text that begins with token 0 begins with padding (tr
   + ids > 0
 grpo_tools.sample_turns: a turn is longer than its random numbers
   math/test_tools.py::test_a_turn_does_not_depend_on_the_other_texts
-  - x[: min(length, len(numbers))]
-  + x[:length]
+  - end = min(length, len(row_uniforms))
+  + end = length
 grpo_tools.sample_turns: the temperature of a turn is forgotten (trap 11)
   math/test_tools.py::test_a_turn_does_not_depend_on_the_other_texts
   - stop_ids, args.temperature)
@@ -1404,7 +1412,7 @@ grpo_tools.call_tools: a missing result is no failure
   + [f"no result
 grpo_tools.call_tools: a tool changes results that were read
   math/test_tools.py::test_a_result_that_comes_too_late_is_dropped
-  -         results = results[: len(calls)]
+  -         results = list(results)  # a copy: a tool that hangs may still append to its own list
   -         results += (
   +         results += (
 grpo_tools.call_tools: only one of the calls after a time-out has a result
@@ -1420,6 +1428,10 @@ grpo_tools.call_tools: every trajectory waits for the whole time
   math/test_tools.py::test_the_time_limit_is_that_of_all_trajectories
   - thread.join(max(0, deadline - time.time()))
   + thread.join(timeout)
+grpo_tools.run_calls: calls are made after their time
+  math/test_tools.py::test_after_the_time_limit_no_call_is_made
+  - if is_over.is_set():
+  + if False:
 grpo_tools.run_calls: an error ends the calls of its turn
   math/test_tools.py::test_what_the_policy_writes_wrongly_becomes_the_result
   - results.append(f"error: {type(error).__name__}: {error}")
@@ -1474,8 +1486,22 @@ grpo_tools.load_tools: private methods are tools
   + if not name.startswith("__")
 grpo_tools.load_tools: an environment keeps the state of an earlier trajectory
   math/test_tools.py::test_each_trajectory_has_its_own_environment
-  - environment = environment_class()
-  + environment = vars(args).setdefault("environment_of_all", environment_class())
+  -         environment = environment_class()
+  -         #
+  +         environment = vars(args).setdefault("environment_of_all", environment_class())
+  +         #
+grpo_tools.load_tools: reset changes the columns that siblings and rewards read
+  math/test_tools.py::test_reset_gets_a_copy_of_the_columns
+  - copy.deepcopy(columns)
+  + columns
+grpo_tools.load_tools: what reset returns is lost
+  math/test_tools.py::test_what_reset_returns_is_not_dropped
+  - if observation is not None:
+  + if False:
+grpo_tools.load_prompts: a prompt that is a text has no tools
+  math/test_tools.py::test_a_text_is_a_message_of_the_user
+  - if row.get("prompt") and not is_chat(row["prompt"]):
+  + if False:
 grpo_tools.load_reward: --reward-fn hides the reward of the environment (KeyError)
   math/test_tools.py::test_each_trajectory_has_its_own_environment
   - if hasattr(environment_class, "get_reward"):
@@ -1486,8 +1512,16 @@ grpo_tools.score_trajectories: rewards see the last message only
   + [x.messages[-1:] for x in trajectories]
 grpo_tools.score_trajectories: rewards get the environment of another trajectory
   math/test_tools.py::test_each_trajectory_has_its_own_environment
-  - {"environments": x.environment}
-  + {"environments": trajectories[-1].environment}
+  - [x.environment for x
+  + [trajectories[-1].environment for x
+grpo_tools.score_trajectories: environments are copied (TypeError)
+  math/test_tools.py::test_each_trajectory_has_its_own_environment
+  - [x.example["columns"] for x in trajectories]
+  + [x.example["columns"] | {"environments": x.environment} for x in trajectories]
+grpo_tools.load_reward: the reward of the environment replaces a function of that name
+  math/test_tools.py::test_the_name_of_the_environments_reward_is_taken
+  - if "environment" in functions:
+  + if False:
 """
 
 # What is indented belongs to the headline above it.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import ROOT
 from math_tools import trl_1_16
-from run_tools import distance, reward_file, rows_of, spy, weights
+from run_tools import distance, reward_file, rows_of, spy, weights, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
@@ -300,7 +300,7 @@ def test_the_expected_gradient_of_a_game_of_two_turns(monkeypatch):
     monkeypatch.setattr(script, "token_logits", lambda *inputs: plain_logits(*inputs) + never)
     monkeypatch.setattr(script, "find_calls", lambda text: ["call"] if "a" in text else [])
 
-    def run_calls(trajectory, results):
+    def run_calls(trajectory, results, is_over):
         text = trajectory.messages[-1]["content"]
         results.append(answer_of_tool(text, trajectory.example["columns"]["secret"]))
 
@@ -446,6 +446,21 @@ def test_a_result_that_comes_too_late_is_dropped():
     assert len(results) == 1 and x.num_failures == 1
 
 
+def test_after_the_time_limit_no_call_is_made():
+    """The policy has read that the second call has no result, so it must not change an environment later."""
+    made = []
+
+    def nap():
+        made.append("nap")
+        time.sleep(0.4)
+
+    call = json.dumps({"name": "nap", "arguments": {}})
+    [results] = script.call_tools([trajectory_with(dict(nap=nap), call, call)], 0.1)
+    assert results == 2 * ["error: no result after 0.1 seconds"]
+    time.sleep(0.8)
+    assert made == ["nap"]
+
+
 def test_the_time_limit_is_that_of_all_trajectories():
     """Several tools that hang are waited for once, not one after the other."""
     rows = [trajectory_with(dict(nap=lambda: time.sleep(30)), '{"name": "nap", "arguments": {}}')] * 5
@@ -561,11 +576,17 @@ def test_a_long_result_is_cut(parts, play):
 
 
 COUNTER = '''
+import threading
+
+
 class Counter:
     step = 1
 
-    def reset(self, start, **columns):
+    def reset(self, start, cards=(), **columns):
         self.count = start
+        self.lock = threading.Lock()  # cannot be copied
+        if cards:
+            return cards.pop()
 
     def add(self, number: int) -> str:
         """Add.
@@ -624,13 +645,37 @@ def test_the_tools_of_an_environment(counter):
     assert tools["add"](2) == "6" and environment.get_reward() == 6
 
 
-def test_what_reset_returns_is_refused(counter, tmp_path):
-    """TRL appends it to the prompt. Here it would be missing there."""
-    path = tmp_path / "counter.py"
-    path.write_text(COUNTER.replace("self.count = start", "return f'Count from {start}.'"))
+def test_reset_gets_a_copy_of_the_columns(counter):
+    """It may change them, but siblings, later passes and rewards read the same row."""
     make_tools, _ = script.load_tools(counter)
-    with pytest.raises(script.UserError, match="reset must return None"):
-        make_tools(dict(start=4))
+    columns = dict(start=4, cards=[None, None])
+    make_tools(columns)
+    assert columns == dict(start=4, cards=[None, None])
+
+
+def test_what_reset_returns_is_not_dropped(counter):
+    """In TRL, it is the observation that the policy reads first. Here, it would be lost."""
+    make_tools, _ = script.load_tools(counter)
+    with pytest.raises(script.UserError, match="Counter: reset must return None"):
+        make_tools(dict(start=4, cards=["the first card"]))
+
+
+def test_the_name_of_the_environments_reward_is_taken(counter, tmp_path):
+    """A function with this name would be replaced by get_reward()."""
+    (tmp_path / "own.py").write_text("def environment(completions, **columns):\n    return []\n")
+    args = script.replace(counter, reward_fn=[f"{tmp_path}/own.py:environment"])
+    with pytest.raises(script.UserError, match="--reward-fn: the name environment"):
+        script.load_reward(args, None, torch.device("cpu"))
+
+
+def test_a_text_is_a_message_of_the_user(parts, tmp_path):
+    """The chat template writes the tools into the prompt, and the header of the first turn."""
+    rows = [dict(prompt=row["prompt"][0]["content"]) for row in TASKS]
+    args = script.replace(ARGS, dataset_name=write_rows(tmp_path / "texts", train=rows, test=rows))
+    train, held_out, _ = script.load_prompts(args, parts.tokenizer)
+    right = [example["ids"] for example in parts.batch["examples"]]
+    assert [task["ids"] for task in train] == right
+    assert sorted(task["ids"] for task in held_out["held-out"]) == sorted(right)
 
 
 def test_each_trajectory_has_its_own_environment(parts, counter, monkeypatch):

@@ -34,6 +34,7 @@ OF_ITS_DATA = {  # recipe -> its flags that say something of its own data or ran
     ("dpo_tldr", "tiny"): {"judge_fn", "eval_dataset_name"},
     ("grpo_math", "tiny"): {"hard_dataset_name", "prompt_template"},
     ("grpo_math", "countdown-qwen-1.5b"): {"reward_fn", "prompt_template"},
+    ("grpo_tools", "guess"): {"environment", "reward_fn", "prompt_template"},
 }
 
 

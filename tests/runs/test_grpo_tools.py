@@ -13,7 +13,7 @@ import torch
 from conftest import ROOT
 from run_fixtures import handlers_kept
 from run_tools import distance, evaluation_of, maker, rows_of, spy, weights
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
 SCRIPT = "grpo_tools"
@@ -161,6 +161,24 @@ def test_tokens_of_samples(trained):
     for row, x in zip(rows, trained.parts["update"][:K], strict=True):
         assert (row["ids"], row["sampled"]) == (x.tokens, x.sampled)
         assert row["logprob"] == pytest.approx(x.logprobs)
+        assert not any(kl for kl, is_sampled in zip(row["kl"], x.sampled, strict=True) if not is_sampled)
+
+
+def test_what_a_tool_wrote_may_be_arbitrarily_unlikely(scripts, tools, monkeypatch):
+    """Its tokens have no part in the loss, though exp(200) is inf, and inf * 0 is nan."""
+    _, plain, _ = tools("plain", total_episodes=8)  # one update
+    header = AutoTokenizer.from_pretrained(MODEL).convert_tokens_to_ids("<|im_start|>")  # never sampled
+    response_logprobs = scripts[SCRIPT].response_logprobs
+
+    def shifted(lm, ids, mask, T, temperature):
+        """In updates, the headers of turns have become unlikely."""
+        logprobs, entropies = response_logprobs(lm, ids, mask, T, temperature)
+        return logprobs - 200.0 * torch.is_grad_enabled() * (ids[:, -T:] == header), entropies
+
+    monkeypatch.setattr(scripts[SCRIPT], "response_logprobs", shifted)
+    _, folder, _ = tools("unlikely", total_episodes=8)
+    assert any(header in row["ids"] for row in rows_of(plain, "tokens.jsonl"))
+    assert distance(weights(folder / "model"), weights(plain / "model")) == 0
 
 
 @pytest.mark.parametrize("time", ["before", "after"])
