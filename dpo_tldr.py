@@ -24,9 +24,10 @@ If you know reward_model.py and rloo_tldr.py, this is what changes (in the code:
 5. Only the difference between the two scores is trained. The log-probabilities of both responses may fall,
    and usually do: logps/chosen shows it.
 6. What the policy writes is sampled only before and after training, for the same held-out posts and with the
-   same random numbers. rloo_tldr.py uses the same posts and numbers if --seed, --num-eval-prompts and
-   --response-length agree, and if no post is too long for either script. Then their final tables can be
-   compared. (This script also counts the reference summary: --max-length.)
+   same random numbers. rloo_tldr.py uses the same posts and numbers if its --dataset-name is this script's
+   --eval-dataset-name, if --seed, --num-eval-prompts and --response-length agree, and if no post is too long
+   for either script. Then their final tables can be compared. (This script also counts the reference
+   summary: --max-length.)
 
 Columns of the data set, one of:
 

@@ -359,7 +359,7 @@ def parts_of(text):
     if ", " in text:
         text = without_commas(text)
     text = re.sub(r"(?<![0-9])\s+|\s+(?![0-9])", "", text)
-    return [part for part in re.split(r"([\[\](){},;&])", text) if part]
+    return [part for part in re.split(r"([\[\](){},;&]|\\end)", text) if part]
 
 
 def same_answer(answer, reference):

@@ -141,6 +141,7 @@ def in_all_places(inside):
         (r"\left\{1, 2\right\}", r"\{1,2\}"),
         (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\frac{\pi}{2})"),
         (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix}1\\2.0\end{pmatrix}"),
         (r"\begin{bmatrix} 1 & 0.5 \\ x & 2 \end{bmatrix}", r"\begin{pmatrix}1&\frac12\\x&2\end{pmatrix}"),
         (r"(\frac{1}{2}, 3)", "(0.5, 3)"),
         ("x = 1, x = 2", "1,2"),

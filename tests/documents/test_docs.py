@@ -724,8 +724,19 @@ def test_the_flags_that_may_change_are_those_of_the_page(scripts):
     listed = {flag.replace("-", "_") for flag in re.findall(r"`--([a-z-]+)`", text)}
     may_change = {flag for flag in scripts["rloo_tldr"].MAY_CHANGE if not flag.startswith("judge")}
     assert listed == may_change - {"resume"}
-    judged = [name for name in scripts if hasattr(scripts[name].Args(), "judge_fn")]
-    assert f"the judge of {' and '.join(f'{name}.py' for name in judged)}" in " ".join(text.split())
+    *judged, last = [
+        name for name in scripts if any(x.startswith("judge") for x in vars(scripts[name].Args()))
+    ]
+    judged = ", ".join(f"{name}.py" for name in judged)
+    assert f"the judge of {judged} and {last}.py" in " ".join(text.split())
+
+
+def test_the_recipes_that_need_no_download_are_those_of_the_readme(scripts):
+    [named] = re.findall(r"Recipes whose name begins with `tiny`, and (.*?), use the models", README)
+    for script in scripts.values():
+        for name, args in script.RECIPES.items():
+            is_named = name.startswith("tiny") or f"`{name}`" in named
+            assert args.dataset_name.startswith("data/") == is_named, name
 
 
 def test_the_classifiers_that_are_refused_are_those_of_the_page(scripts):

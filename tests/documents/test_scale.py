@@ -69,6 +69,13 @@ def test_the_number_of_parameters_is_that_of_transformers(name):
     assert model.layer == sum(p.numel() for p in layer.parameters())
 
 
+def test_which_policies_with_lora_peak_when_they_are_loaded():
+    flags = dict(lora_r=16, gradient_checkpointing=True, local_rollout_forward_batch_size=16)
+    phases = {size: scale.peaks(scale.table_case(size, **flags)) for size in scale.SIZES}
+    assert [size for size, x in phases.items() if max(x, key=x.get) == "start"] == ["1.5B", "3B", "7B", "70B"]
+    assert "With `small, --lora-r 16`, that is the peak from 1.5B on." in PAGE
+
+
 # ---- Memory ------------------------------------------------------------------------------------------------
 
 
