@@ -1401,8 +1401,8 @@ def start_accelerator(args):
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # because shapes change
     os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # every process loads a whole model
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
-    # With a mask, cuDNN's attention returns NaN gradients on an H100 in torch 2.13 (pytorch#196678), and it
-    # makes a new plan for each shape.
+    # With a mask and some lengths, cuDNN's attention returns NaN gradients on an H100 or H200 in torch 2.13
+    # (pytorch#196678). It also makes a new plan for each shape.
     torch.backends.cuda.enable_cudnn_sdp(False)
     accumulation = accelerate.utils.GradientAccumulationPlugin(num_steps=args.gradient_accumulation_steps)
     accelerator = accelerate.Accelerator(

@@ -15,7 +15,7 @@ The algorithm is the same, line for line: no formula differs. What differs comes
 
 1. The prompt is the end of a dialog, and it comes with a reference answer: what the person said next.
 2. The score is a weighted sum of parts (intent, METEOR, your functions), and each part is logged.
-3. An answer ends where its text has an end mark (`is_end`), not at a stop token.
+3. An answer ends at EOS, or where its text has an end mark (`is_end`). Other stop tokens do not end it.
 4. Prompts keep their own lengths, so C is the longest prompt of each batch.
 5. Your own metrics get all answers of the batch (`custom_metrics`).
 """,
