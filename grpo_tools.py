@@ -436,8 +436,6 @@ def train(args):
                             new_logprobs, entropies = learner(
                                 b["ids"][rows, : C + t], b["mask"][rows, : C + t], t, args.temperature
                             )  # [n, t] each, 0 after the end of a response; only these have a gradient
-                        # What a tool wrote may be arbitrarily unlikely: k3 would be inf, and inf * 0 is nan.
-                        new_logprobs = new_logprobs.where(mb_sampled, 0.0)
                         if takes_several_steps(args):
                             old_logprobs = b["logprobs"][rows, :t]
                         else:
@@ -449,7 +447,9 @@ def train(args):
                         # k3, as in the GRPO paper. Its gradient is that of KL(reference || policy). (TRL 1.16
                         # multiplies k3 by the ratio, which makes it that of KL(policy || reference).)
                         if has_kl:
-                            token_kl = kl_per_token(new_logprobs, b["ref_logprobs"][rows, :t], "k3")
+                            # What a tool wrote may be very unlikely: k3 would be inf, and inf * 0 is nan.
+                            kl_logprobs = new_logprobs.where(mb_sampled, 0.0)
+                            token_kl = kl_per_token(kl_logprobs, b["ref_logprobs"][rows, :t], "k3")
                             token_loss = policy_loss + args.kl_coef * token_kl
                         loss = (token_loss * mb_sampled).sum() / num_tokens
                         # We want the sum, but DDP averages over processes, and accelerate over micro-batches.

@@ -2,9 +2,9 @@
 
     python grpo_tools.py --tools examples/python_tool.py:python
 
-The process has 5 seconds, 512 MB and an empty working directory. It can list folders, and read only the files
-of the Python installation (with a system Python, all of /usr). It cannot write files, use the network or start
-programs.
+The process has 5 seconds, 512 MB and an empty working directory. It can list folders, and read only the
+files of the Python installation (with a system Python, all of /usr). It cannot write files, use the network
+or start programs.
 
 WARNING: this stops accidents, not attacks. The limits are set inside the same Python that runs the code, and
 code that is written to break out of them can do so. A policy that is rewarded for a result may find a way
