@@ -13,8 +13,8 @@ If you know PPO from CleanRL's ppo.py, this is what language changes:
 5. The value function is a linear head on the policy's own transformer, or a critic with its own weights.
 6. The loss is a mean over tokens, so a long response weighs more than a short one.
 
-Two other differences matter. Like OpenAI's and TRL's code, this one has no entropy
-bonus. As in TRL, advantages are whitened over the whole batch; CleanRL does it per minibatch.
+Two more differences are not about language. Like OpenAI's and TRL's code, this one has no entropy bonus. As
+in TRL, advantages are whitened over the whole batch; CleanRL does it per minibatch.
 
     python ppo_sentiment.py                            # recipe tiny: no download, no GPU, minutes on 2 cores
     python ppo_sentiment.py --learning-rate 1.41e-5    # tiny with one change; every field of Args is a flag
