@@ -43,11 +43,11 @@ The loss is the same, but without --eval-dataset-name, the samples of the policy
     python dpo_tldr.py tldr-pythia-1b              # the pairs and the start of Huang et al. 2024
     accelerate launch dpo_tldr.py tldr-pythia-1b   # on N GPUs, with N times the batch
     python dpo_tldr.py --resume RUN_FOLDER         # continue a stopped run; on a CPU, bit for bit
-    python rloo_tldr.py judge --model-name-or-path RUN/model --judge-model JUDGE    # ask another judge
+    python judge.py --model-name-or-path RUN/model --judge-model JUDGE    # ask another judge
 
 Part I is the algorithm: flags, math, loop, evaluation, pairs, samples, model. Part II is infrastructure:
-models, data, processes, run folder, flags. Papers: Direct Preference Optimization (Rafailov et al. 2023),
-Learning to Summarize from Human Feedback (Stiennon et al. 2020).
+recipes, models, data, processes, run folder, flags. Papers: Direct Preference Optimization (Rafailov et al.
+2023), Learning to Summarize from Human Feedback (Stiennon et al. 2020).
 Results, metrics, which lines to change for IPO, SimPO and others: docs/dpo_tldr.md.
 """
 
@@ -66,13 +66,12 @@ Results, metrics, which lines to change for IPO, SimPO and others: docs/dpo_tldr
 # ]
 # ///
 
-import copy
+import atexit
 import csv
 import datetime
 import gzip
 import importlib
 import json
-import logging
 import math
 import os
 import random
@@ -84,7 +83,6 @@ import sys
 import time
 import warnings
 from collections import defaultdict
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import takewhile
@@ -113,18 +111,15 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 @dataclass
 class Args:
-    """The defaults are those of TRL 1.16's DPOConfig, except that gradient checkpointing is off, and
-    that pairs with more tokens than max_length are left out, not cut.
-
-    A command line that names no recipe and no model starts from the recipe tiny, which replaces some of these
-    defaults.
-    """
+    """The defaults are those of TRL 1.16's DPOConfig, except that gradient checkpointing is off, and that
+    pairs with more tokens than max_length are left out, not cut. A command line that names no recipe and no
+    model starts from the recipe tiny, which replaces some of them."""
 
     # Run
     recipe: tyro.conf.Suppress[str] = "custom"  # first word of the command line
     seed: int = 1  # random seed; all shuffling and sampling is a function of it
     output_dir: str | None = None  # run folder (default: runs/<script>/<recipe>-s<seed>-<time>)
-    resume: str | None = None  # continue the run in this folder
+    resume: str | None = None  # continue the run in this folder, with its flags
     eval_every: int = 0  # updates between evaluations during training (0: only before and after)
     save_every: int = 100  # updates between checkpoints (0: only at the end, or after a signal)
     keep_checkpoints: int = 2  # number of checkpoints to keep
@@ -168,56 +163,6 @@ class Args:
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"  # shape after the warm-up
     warmup_ratio: float = 0.0  # fraction of updates in which the learning rate rises to its full value
     max_grad_norm: float | None = 1.0  # clip the gradient to this norm; None: no clipping
-
-
-RECIPES = {
-    "tiny": Args(  # small models and data that come with this repository
-        model_name_or_path="checkpoints/tldr-sft",
-        dataset_name="data/tldr-preference",
-        eval_dataset_name="data/tldr",
-        judge_fn="data/make_tldr.py:gold_score",
-        optimizer="torch.optim.AdamW",  # with weight decay 0.01; in the other recipes and in TRL, it is 0
-        dtype="float32",
-        beta=0.5,
-        num_train_epochs=1.0,
-        per_device_train_batch_size=32,
-        learning_rate=1e-4,
-        lr_scheduler_type="cosine",
-        warmup_ratio=0.1,
-        response_length=40,
-        num_eval_prompts=300,
-    ),
-    "tldr-pythia-1b": Args(  # pairs and start of Huang et al. 2024, flags of Rafailov et al. 2023, appendix B
-        model_name_or_path="cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr",
-        dataset_name="trl-lib/tldr-preference",
-        eval_dataset_name="trl-lib/tldr",
-        max_length=638,
-        beta=0.5,
-        num_train_epochs=1.0,
-        gradient_accumulation_steps=8,
-        optimizer="torch.optim.RMSprop",
-        lr_scheduler_type="constant",
-        warmup_ratio=0.1,  # 145 updates
-    ),
-    # The same flags with the paper's beta for dialogs. But the paper began with a model that was fine-tuned
-    # on the chosen responses, and this recipe begins with the base model.
-    "hh": Args(
-        model_name_or_path="EleutherAI/pythia-1b-deduped",
-        dataset_name="Anthropic/hh-rlhf",
-        max_length=512,
-        num_train_epochs=1.0,
-        gradient_accumulation_steps=8,
-        optimizer="torch.optim.RMSprop",
-        lr_scheduler_type="constant",
-        warmup_ratio=0.06,  # 150 updates
-        response_length=128,
-    ),
-    "qwen-0.5b-ultrafeedback": Args(  # the first command of TRL's page about DPO
-        gradient_checkpointing=True,
-        num_eval_prompts=64,
-        response_length=256,
-    ),
-}
 
 
 # ---- Math: pure functions of tensors -----------------------------------------------------------------------
@@ -273,11 +218,6 @@ def pair_metrics(logprobs, ref_logprobs, beta):
     }
 
 
-def pair_means(logprobs, ref_logprobs, beta):
-    """The means of pair_metrics over all pairs. [N, 2], [N, 2]: chosen, rejected -> dict of floats"""
-    return {name: x.mean().item() for name, x in pair_metrics(logprobs, ref_logprobs, beta).items()}
-
-
 def learning_rate(args, update, updates):
     """The learning rate in update 1, 2, ..., updates. -> float
 
@@ -301,9 +241,6 @@ def learning_rate(args, update, updates):
 
 def train(args):
     """The whole run, from the flags to the final tables. -> (PairPolicy, run folder)"""
-    check_numbers(args)
-    if not 0 <= args.label_smoothing < 0.5:
-        raise UserError("--label-smoothing is the share of wrong labels: from 0 to less than 0.5")
     accelerator = start_accelerator(args)
     device, world = accelerator.device, accelerator.num_processes
     n = args.per_device_train_batch_size
@@ -311,67 +248,53 @@ def train(args):
 
     tokenizer = load_tokenizer(args.model_name_or_path)
     set_template_options(tokenizer, args)
-    refuse_appended_eos(tokenizer, args.model_name_or_path)
     train_rows, held_out_rows = load_splits(args.dataset_name)
     # A pair is a dict. ids: tokens of the prompt; responses: tokens of the chosen and of the rejected one,
     # each with its EOS. A post has the same form, with one response: the reference summary.
-    train_pairs, train_counts = load_pairs(train_rows, tokenizer, args)
+    train_pairs = load_pairs(train_rows, tokenizer, args)
     held_out_rows = choose_rows(held_out_rows, args.num_eval_pairs, args.seed)
-    held_out_pairs, held_out_counts = load_pairs(held_out_rows, tokenizer, args)
+    held_out_pairs = load_pairs(held_out_rows, tokenizer, args)
     posts = choose_rows(load_eval_posts(held_out_pairs, tokenizer, args), args.num_eval_prompts, args.seed)
-    if args.judge_fn is not None:
-        load_functions([args.judge_fn])  # early, so that a typo shows before a model is loaded
     updates = max(1, round(args.num_train_epochs * len(train_pairs) / B))
     # What the progress bar shows: label -> metric.
     status = {"loss": "loss", "accuracy": "rewards/accuracies", "margin": "rewards/margins"}
     run = Run(args, accelerator, updates, status)
 
     policy = load_lm(args).to(device)
-    check_model(policy, train_pairs + held_out_pairs, posts, args)
-    check_ends(policy, tokenizer, posts)
-    # Three names for the same weights. `policy`, the Hugging Face model, writes samples and is saved. `model`
-    # has the forward pass of the update. `learner` is what the optimizer trains: model itself, DDP around it
-    # or, with FSDP2 and ZeRO-3, a sharded copy, whose weights copy_weights copies back for an evaluation.
-    model = PairPolicy(policy)
+    check_model(policy, max(map(text_length, train_pairs)))
     is_bf16 = wants_bf16(args, device)
+    if is_bf16:
+        round_frozen_weights(policy, only_if_exact=True)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
+    model = PairPolicy(policy)  # the policy, with the forward pass of the update
+    learner, optimizer = make_learner(model, args, accelerator)  # learner: the model, or DDP around it
+
     accelerator.print(
         f"recipe {args.recipe}: {args.model_name_or_path} on {args.dataset_name}, {device}, bf16: {is_bf16}\n"
-        f"training: {train_counts}\nheld out: {held_out_counts}\n"
-        f"the first prompt ends with {tokenizer.decode(train_pairs[0]['ids'])[-40:]!r}, its chosen response "
-        f"begins with {tokenizer.decode(train_pairs[0]['responses'][0])[:40]!r}\n"
         f"batch: {n} pairs per pass x {args.gradient_accumulation_steps} accumulated x {world} processes "
         f"= {B} pairs; {updates} optimizer steps"
     )
-
-    learner, optimizer = make_learner(model, args, accelerator)
-    if is_bf16:  # autocast would round frozen weights (with LoRA or shared layers) in every pass
-        round_frozen_weights(policy, only_if_exact=True)
 
     # The policy is still the reference here, with --resume too: run.start loads a checkpoint only below.
     with autocast:
         ref_logprobs = pair_logprobs(model, train_pairs, args, accelerator)  # [N, 2]: chosen, rejected
         held_out_ref_logprobs = pair_logprobs(model, held_out_pairs, args, accelerator)
-        metrics_before, samples_before = evaluate_samples(
-            policy, posts, tokenizer, args, accelerator, ref_model=policy
-        )
-    kl_to_itself = metrics_before["KL, nats per response"]
-    assert abs(kl_to_itself) < 0.5, "sampling and update compute different log-probabilities, or nan"
-    pairs_before = pair_means(held_out_ref_logprobs, held_out_ref_logprobs, args.beta)
-    before = metrics_before, samples_before, pairs_before
-
-    state = run.start(B)  # update 0 in a new run
 
     def evaluate():
-        """Evaluate the policy as it is now. -> metrics and columns of evaluate_samples, pair_means"""
-        copy_weights(learner, model)
-        # The reference is loaded again for the KL of the samples. With LoRA, it is the policy without its
-        # adapter.
+        """Evaluate the policy as it is now. -> metrics and columns of evaluate_samples, means over pairs"""
+        # The KL of the samples needs the reference. With LoRA, it is the policy without its adapter. Without,
+        # it is loaded only here, so that it takes no memory during training.
         ref_model = None if args.lora_r else load_lm(args).to(device)
         with autocast:
             logprobs = pair_logprobs(model, held_out_pairs, args, accelerator)
             samples = evaluate_samples(policy, posts, tokenizer, args, accelerator, ref_model=ref_model)
-        return *samples, pair_means(logprobs, held_out_ref_logprobs, args.beta)
+        of_pairs = pair_metrics(logprobs, held_out_ref_logprobs, args.beta)
+        return *samples, {name: x.mean().item() for name, x in of_pairs.items()}
+
+    before = evaluate()
+    kl_to_itself = before[0]["KL, nats per response"]
+    assert abs(kl_to_itself) < 0.5, "sampling and update compute different log-probabilities, or nan"
+    state = run.start(B)  # update 0 in a new run
 
     for update in range(state["update"] + 1, updates + 1):
         # 1. Batch: the next B pairs of an endless stream of shuffled passes. For a given B, the result does
@@ -420,17 +343,17 @@ def train(args):
         assert accelerator.sync_gradients, "no optimizer step: too few or too many micro-batches"
         grad_norm = accelerator.clip_grad_norm_(learner.parameters(), args.max_grad_norm or math.inf)
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=world == 1)  # DDP keeps gradients in its buckets
 
         # 4. Log and save. The metrics have the names of TRL's DPOTrainer.
-        metric_sums = accelerator.reduce(dict(metric_sums), "sum")  # it cannot reduce a defaultdict
+        metric_sums = accelerator.reduce(dict(metric_sums), "sum")
         num_tokens = sum(len(pair["ids"]) + sum(map(len, pair["responses"])) for pair in batch)
         metrics = {
             "update": update,
             "epoch": update * B / len(train_pairs),
             "lr": optimizer.param_groups[0]["lr"],
             **{name: x / B for name, x in metric_sums.items()},  # loss, rewards/*, logps/*
-            "grad_norm": unshard(grad_norm),  # before clipping
+            "grad_norm": grad_norm,  # before clipping
             # There is no rollout here, so its time is 0.
             **performance_metrics(start_time, start_time, num_tokens, device),
         }
@@ -501,12 +424,10 @@ def evaluate_samples(policy, posts, tokenizer, args, accelerator, ref_model):
         [judge] = load_functions([args.judge_fn]).values()
         ask = partial(judge, prompts=gathered["prompt"])
         with torch.autocast(device.type, enabled=False):
-            scores = torch.tensor(ask(completions=gathered["response"]), dtype=torch.float32)  # [posts]
-            reference_scores = torch.tensor(ask(completions=gathered["reference"]), dtype=torch.float32)
-        if not scores.shape == reference_scores.shape == (len(posts),):
-            raise UserError(f"--judge-fn: {len(scores)} numbers for {len(posts)} responses")
-        if not (scores + reference_scores).isfinite().all():
-            raise UserError("--judge-fn: a number is not finite")
+            scores = [list(ask(completions=gathered[name])) for name in ("response", "reference")]
+        scores, reference_scores = torch.tensor(scores, dtype=torch.float32)  # [posts] each
+        if len(scores) != len(posts) or not (scores + reference_scores).isfinite().all():
+            raise UserError("--judge-fn must return a finite number per response")
         gathered["score"] = scores.tolist()
         wins = (scores > reference_scores) + 0.5 * (scores == reference_scores)  # a tie is half a win
         metrics |= mean_with_error("win rate", wins) | mean_with_error("score mean", scores)
@@ -527,8 +448,7 @@ def mean_with_error(name, values):
 def distinct_bigrams(texts):
     """Different pairs of neighboring words / all pairs, in all texts (compare Li et al. 2016). -> float
 
-    It falls if a policy repeats itself, even if no two responses are equal. It also falls as the number of
-    texts grows, so compare only equal numbers of texts.
+    It falls if a policy repeats itself. It also falls as the number of texts grows.
     """
     pairs = []
     for text in texts:
@@ -537,6 +457,42 @@ def distinct_bigrams(texts):
         words = words.lower().split()
         pairs.extend(zip(words, words[1:]))
     return len(set(pairs)) / max(len(pairs), 1)
+
+
+def report_evaluation(run, before, after, num_pairs):
+    """The final tables, evaluation.json and evaluation_samples.jsonl. before, after: see evaluate in train"""
+    metrics_before, old, pairs_before = before
+    metrics_after, new, pairs_after = after
+    columns = {
+        "prompt": old["prompt"],
+        "reference": old["reference"],
+        "before": old["response"],
+        "score": old["score"],
+        "after": new["response"],
+        "score after": new["score"],
+    }
+    rows = rows_of(columns)
+    tables = {
+        f"{len(rows)} held-out prompts, judge: {run.args.judge_fn}": (metrics_before, metrics_after),
+        f"{num_pairs} held-out pairs": (pairs_before, pairs_after),
+    }
+    run.table("held-out prompts", rows[:3])
+    for title, (x, y) in tables.items():
+        run.table(title, [{"metric": name, "before": x[name], "after": y[name]} for name in x])
+    about = {
+        "before": metrics_before,
+        "after": metrics_after,
+        "n": len(rows),
+        "judge": run.args.judge_fn,
+        "pairs before": pairs_before,
+        "pairs": pairs_after,
+        "number of pairs": num_pairs,
+    }
+    (run.folder / "evaluation.json").write_text(json.dumps(about, indent=2))
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (run.folder / "evaluation_samples.jsonl").write_text("".join(lines))
+    evaluation = metrics_after | pairs_after
+    run.accelerator.log({f"eval/{name}": x for name, x in evaluation.items()}, step=run.updates)
 
 
 # ---- Pairs -------------------------------------------------------------------------------------------------
@@ -554,6 +510,129 @@ def generator_for(seed, *purpose):
     """A random generator for one purpose, such as (seed, "tokens", update), independent of all others."""
     # random.Random hashes a str with SHA-512, which is the same in every process; hash() is not.
     return torch.Generator().manual_seed(random.Random(repr((seed, *purpose))).getrandbits(63))
+
+
+def load_pairs(rows, tokenizer, args):
+    """The rows with two different responses that are short enough.
+
+    -> list of dict(ids: tokens of the prompt, responses: tokens of the chosen and of the rejected response)
+    """
+    preferences = read_preferences(rows)
+    pairs = []
+    num_empty, num_equal, num_too_long = len(rows) - len(preferences), 0, 0
+    for _, prompt, responses in preferences:
+        pair = tokenize_pair(tokenizer, prompt, [responses[0], responses[-1]])
+        if not pair["ids"]:  # the first token of a text cannot be learned: nothing predicts it
+            num_empty += 1
+        elif pair["responses"][0] == pair["responses"][1]:
+            num_equal += 1
+        elif text_length(pair) > args.max_length:
+            num_too_long += 1
+        else:
+            pairs.append(pair)
+    accelerate.PartialState().print(
+        f"{len(pairs)} of {len(rows)} rows; left out: {num_empty} with an empty prompt or response, "
+        f"{num_equal} with equal ones, {num_too_long} of more than {args.max_length} tokens"
+    )
+    return pairs
+
+
+def load_eval_posts(pairs, tokenizer, args):
+    """What the policy responds to: held-out rows of --eval-dataset-name, or else the held-out pairs.
+
+    -> list of dict(ids: tokens of the prompt, responses: a list with those of the reference)
+    """
+    if args.eval_dataset_name is None:
+        return [pair | {"responses": pair["responses"][:1]} for pair in pairs]
+    _, rows = load_splits(args.eval_dataset_name)
+    posts = [tokenize_pair(tokenizer, *x) for x in read_completions(rows)]
+    posts = [post for post in posts if text_length(post) <= args.max_length]
+    accelerate.PartialState().print(
+        f"{len(posts)} of {len(rows)} rows have a prompt, a completion and at most {args.max_length} tokens"
+    )
+    return posts
+
+
+def choose_rows(rows, count, seed):
+    """`count` of the rows, or all if there are fewer, in random order."""
+    return [rows[i] for i in stream_rows(len(rows), 0, min(count, len(rows)), seed)]
+
+
+def read_preferences(rows):
+    """The rows with two or more responses: chosen and rejected or, without them, the column responses.
+
+    -> list of (row, its prompt, its responses, best first)
+    """
+    preferences = []
+    for row in rows:
+        responses = row.get("responses")
+        if row.get("chosen"):
+            responses = [row["chosen"], row.get("rejected")]
+        if isinstance(responses, list):
+            responses = [response for response in responses if str(response or "").strip()]
+            if len(responses) > 1:
+                preferences.append((row, find_prompt(row, responses), responses))
+    return preferences
+
+
+def read_completions(rows):
+    """The rows with a prompt and a completion. -> list of (prompt, a list with the completion)"""
+    complete = []
+    for row in rows:
+        if all(str(row.get(column) or "").strip() for column in ("prompt", "completion")):
+            responses = [row["completion"]]
+            complete.append((find_prompt(row, responses), responses))
+    return complete
+
+
+def find_prompt(row, responses):
+    """The prompt of a row, a text or a chat like its responses. It is empty if they contain it.
+
+    column prompt    responses                          prompt
+    text             texts                              the column
+    text             chats without a user's question    one message of the user
+    text or none     chats with a user's question       empty
+    chat             chats                              the column
+
+    If the responses are complete chats, a text in the column prompt is ignored: many data sets repeat the
+    question there.
+    """
+    prompt = row.get("prompt") or ""
+    if is_chat(prompt):
+        return prompt
+    prompt = prompt if prompt.strip() else ""
+    if not is_chat(responses[0]):
+        return prompt
+    roles = [message["role"] for message in responses[0]]
+    is_contained = "user" in roles[: roles.index("assistant")]
+    return [{"role": "user", "content": prompt}] if prompt and not is_contained else []
+
+
+def tokenize_pair(tokenizer, prompt, responses):
+    """Token ids of a prompt and of the responses to it, as in rollouts. -> dict(ids, responses)
+
+    A text is prompt, response, EOS, each tokenized alone. A chat is tokenized as a whole, and ends as its
+    chat template ends it. If the prompt is empty, it is what the responses have in common.
+    """
+    if is_chat(responses[0]):
+        chats = [render_chat(tokenizer, prompt + response) for response in responses]
+        texts = tokenizer(chats, add_special_tokens=False).input_ids
+        prompt = prompt + responses[0][:-1]  # all messages but the last one
+    else:
+        response_ids = tokenizer(responses, add_special_tokens=False).input_ids
+        texts = [tokenizer(prompt).input_ids + with_eos(ids, tokenizer) for ids in response_ids]
+    # Where does the prompt end? In texts with a prompt: where its own tokens end. In texts without one: at
+    # the first token in which the two differ. In chats, it is what the two chats and the prompt alone begin
+    # with. That may be less than the prompt: a template may add "<think>" to a prompt alone, or its last
+    # space may join the next word.
+    beginnings = [tokenize_prompt(tokenizer, prompt)] if prompt else []
+    length = len(os.path.commonprefix([*beginnings, *texts]))  # it is for paths, but works on lists too
+    return dict(ids=texts[0][:length], responses=[ids[length:] for ids in texts])
+
+
+def with_eos(ids, tokenizer):
+    """Token ids with EOS at the end, unless the text already ends in one."""
+    return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
 
 
 def collate_pairs(pairs, device):
@@ -650,8 +729,18 @@ def response_lengths(tokens, stop_ids):
 # ---- Policy and reference ----------------------------------------------------------------------------------
 
 
+def load_lm(args):
+    """The language model that is trained, with an adapter if --lora-r asks for one."""
+    lm = load_model(AutoModelForCausalLM, args.model_name_or_path, **eight_bit(args))
+    if args.lora_r:
+        lm = add_lora(lm, args)
+    if args.gradient_checkpointing:
+        lm.gradient_checkpointing_enable(dict(use_reentrant=False))
+    return lm
+
+
 class PairPolicy(nn.Module):
-    """The policy with the forward pass of the update, so that DDP, FSDP2 or DeepSpeed can wrap it."""
+    """The policy with the forward pass of the update, so that DDP or DeepSpeed can wrap it."""
 
     def __init__(self, policy):
         super().__init__()
@@ -758,71 +847,91 @@ def token_logits(hidden, weight, temperature=1.0, bias=None):
 
 
 # ============================================================================================================
-# Part II: infrastructure. load_pairs and the functions it calls turn columns into pairs. The scripts share
-# most of the other functions, copied verbatim, so a few arguments and names of flags are used only in another
-# script.
+# Part II: infrastructure. Nothing below is needed to understand DPO: it covers recipes, models, data, files
+# and flags. The scripts share these functions, copied verbatim. check.py checks flags and data.
 # ============================================================================================================
 
 SCRIPT = Path(__file__).stem
 HERE = Path(__file__).resolve().parent  # recipes name folders next to this file
 
 
-class UserError(Exception):
-    """An error the user can fix: printed on one line, exit code 2.
+RECIPES = {
+    "tiny": Args(  # small models and data that come with this repository
+        model_name_or_path="checkpoints/tldr-sft",
+        dataset_name="data/tldr-preference",
+        eval_dataset_name="data/tldr",
+        judge_fn="data/make_tldr.py:gold_score",
+        optimizer="torch.optim.AdamW",  # with weight decay 0.01; in the other recipes and in TRL, it is 0
+        dtype="float32",
+        beta=0.5,
+        num_train_epochs=1.0,
+        per_device_train_batch_size=32,
+        learning_rate=1e-4,
+        lr_scheduler_type="cosine",
+        warmup_ratio=0.1,
+        response_length=40,
+        num_eval_prompts=300,
+    ),
+    "tldr-pythia-1b": Args(  # pairs and start of Huang et al. 2024, flags of Rafailov et al. 2023, appendix B
+        model_name_or_path="cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr",
+        dataset_name="trl-lib/tldr-preference",
+        eval_dataset_name="trl-lib/tldr",
+        max_length=638,
+        beta=0.5,
+        num_train_epochs=1.0,
+        gradient_accumulation_steps=8,
+        optimizer="torch.optim.RMSprop",
+        lr_scheduler_type="constant",
+        warmup_ratio=0.1,  # 145 updates
+    ),
+    # The same flags with the paper's beta for dialogs. But the paper began with a model that was fine-tuned
+    # on the chosen responses, and this recipe begins with the base model.
+    "hh": Args(
+        model_name_or_path="EleutherAI/pythia-1b-deduped",
+        dataset_name="Anthropic/hh-rlhf",
+        max_length=512,
+        num_train_epochs=1.0,
+        gradient_accumulation_steps=8,
+        optimizer="torch.optim.RMSprop",
+        lr_scheduler_type="constant",
+        warmup_ratio=0.06,  # 150 updates
+        response_length=128,
+    ),
+    "qwen-0.5b-ultrafeedback": Args(  # the first command of TRL's page about DPO
+        gradient_checkpointing=True,
+        num_eval_prompts=64,
+        response_length=256,
+    ),
+}
 
-    Only for mistakes that would otherwise be silent, and for the most common ones. The libraries report
-    everything else, with a traceback.
-    """
+
+class UserError(Exception):
+    """An error that would otherwise be silent: printed on one line, exit code 2."""
 
 
 # ---- Models ------------------------------------------------------------------------------------------------
 
 
 def resolve_path(name):
-    """Look for a folder in the working directory, then next to this file; else return a Hub name.
-
-    A run folder means the model in it.
-    """
+    """A path here or next to this file, or else a Hub name. A run folder means the model in it."""
     for path in (Path(name), HERE / name):
         if path.exists():
             return str(path / "model" if (path / "model/config.json").exists() else path)
-    # transformers would say that there is no connection to the Hub.
-    if str(name).startswith(("/", ".", "checkpoints/", "data/", "runs/")):
-        raise UserError(f"{name}: no such file or folder")
     return name
 
 
-def load_model(auto_class, name, new_head=False, **kwargs):
-    """A model in fp32 without dropout. If the folder holds a LoRA adapter, it is merged into its base model.
-    Some kinds of layers are replaced by faster equivalents.
-
-    Weights that are missing from the checkpoint would be random, so they are refused. new_head: accept it if
-    those of the head are missing.
-    """
+def load_model(auto_class, name, **kwargs):
+    """A model in fp32 without dropout. Some kinds of layers are replaced by faster equivalents."""
     path = resolve_path(name)
     if transformers.utils.peft_utils.find_adapter_config_file(path) is not None:
-        import peft
-
-        adapter = peft.PeftConfig.from_pretrained(path)
-        new_head = new_head or adapter.task_type == "SEQ_CLS"  # then peft saves the head with the adapter
-        base = load_model(auto_class, adapter.base_model_name_or_path, new_head, **kwargs)
-        model = peft.PeftModel.from_pretrained(base, path).merge_and_unload()
-        model.name_or_path = path  # a new adapter trained on top will name this as its base
-        for p in model.parameters():
-            p.requires_grad_(p.is_floating_point())  # peft froze them
-        return model
-    kwargs |= dict(dtype=torch.float32, output_loading_info=True)
+        raise UserError(f"{name} is a LoRA adapter: merge it first (docs/running.md, LoRA)")
     device = accelerate.PartialState().device
     if device.type == "cuda":  # else the models of all processes would be in the CPU's memory first
         kwargs["device_map"] = {"": device}
-    model, report = auto_class.from_pretrained(path, **kwargs)
-    missing = [*report["missing_keys"], *(key for key, *shapes in report["mismatched_keys"])]
-    if new_head:
-        # Accept missing weights outside of the transformer, and in BERT's pooler, which is part of the head.
-        body = f"{model.base_model_prefix}."
-        missing = [key for key in missing if key.startswith(body) and "pooler" not in key]
-    if missing:
-        raise UserError(f"{name}: weights are missing from the checkpoint, such as {min(missing)}")
+    model, report = auto_class.from_pretrained(path, dtype=torch.float32, output_loading_info=True, **kwargs)
+    missing = [*report["missing_keys"], *report["mismatched_keys"]]
+    if missing:  # they would be random
+        raise UserError(f"{name}: weights are missing from the checkpoint, such as {missing[0]}")
     for module in model.modules():
         for key, value in vars(module).items():
             is_noise = "drop" in key or "jitter" in key or isinstance(module, nn.Dropout)
@@ -838,108 +947,36 @@ def load_model(auto_class, name, new_head=False, **kwargs):
     return model
 
 
-def context_length(config):
-    """The number of tokens that a model can read; a million if its config does not say."""
-    context = getattr(config.get_text_config(), "max_position_embeddings", None) or -1
-    return context if context > 0 else 1_000_000
-
-
 def load_tokenizer(name):
     """The tokenizer of a folder or Hub name. If it has no pad token, EOS becomes the pad."""
     tokenizer = AutoTokenizer.from_pretrained(resolve_path(name))
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    # Without tokenizer files, transformers returns a tokenizer with nothing but special and added tokens.
-    if set(tokenizer.get_vocab()) <= set(tokenizer.get_added_vocab()):
-        raise UserError(f"{name} has no tokenizer")
     return tokenizer
 
 
-def refuse_appended_eos(tokenizer, name):
-    """Raise if the tokenizer appends EOS to every text, because a prompt does not end there."""
-    last, last_of_text = tokenizer("a").input_ids[-1], tokenizer("a", add_special_tokens=False).input_ids[-1]
-    if last == tokenizer.eos_token_id and last != last_of_text:
-        raise UserError(f"{name}: its tokenizer appends EOS to every text; set add_eos_token to false")
-
-
-def refuse_two_bos(tokenizer, texts):
-    """Raise if a text (a list of token ids) begins with BOS twice: one of its own, and the tokenizer's."""
-    if tokenizer.bos_token_id is not None and any(ids[:2] == 2 * [tokenizer.bos_token_id] for ids in texts):
-        raise UserError("a text begins with BOS twice: the tokenizer adds one, so remove it from the data")
-
-
 def set_template_options(tokenizer, args):
-    """Make the values of --chat-template-kwargs the defaults of the chat template.
-
-    The template is saved with the model, so the next script and plain transformers render chats alike.
-    """
-    # transformers passes these itself, so their defaults would have no effect.
-    passed = {"messages", "tools", "documents", "add_generation_prompt", *tokenizer.special_tokens_map}
+    """Make the values of --chat-template-kwargs the defaults of the chat template, which the model's folder
+    will contain. So the next script and plain transformers render chats alike."""
     for name, value in json.loads(args.chat_template_kwargs or "{}").items():
-        template = tokenizer.chat_template or ""
-        if name in passed or not re.search(rf"\b{name}\b", template):
-            raise UserError(f"--chat-template-kwargs: the chat template has no option {name}")
-        tokenizer.chat_template = f"{{% set {name} = {name} | default({value!r}) %}}\n{template}"
-
-
-def load_lm(args):
-    """The language model that is trained, with an adapter if --lora-r asks for one."""
-    lm = load_model(AutoModelForCausalLM, args.model_name_or_path, **eight_bit(args))
-    if not args.lora_r and not all(p.is_floating_point() for p in lm.parameters()):
-        raise UserError("quantized weights cannot be trained: add --lora-r 16")
-    if args.lora_r:
-        lm = add_lora(lm, args)
-    if args.gradient_checkpointing:
-        # transformers' new name for gradient_checkpointing_enable
-        lm.activation_checkpointing_enable(dict(use_reentrant=False))
-    return lm
+        option = f"{{% set {name} = {name} | default({value!r}) %}}"
+        tokenizer.chat_template = f"{option}\n{tokenizer.chat_template}"
 
 
 @torch.no_grad()
-def check_model(lm, pairs, posts, args):
-    """Refuse a model whose own log-probabilities of responses differ from ours.
-
-    It checks the longest pair, which exposes a sliding window, together with the shortest one, which then
-    needs padding; in train mode, so that any dropout that was left on is noticed.
-    """
-    pairs = sorted(pairs, key=text_length)
-    longest = max(text_length(pairs[-1]), *[len(post["ids"]) + args.response_length for post in posts])
-    if context_length(lm.config) < longest:
-        raise UserError(
-            f"{args.model_name_or_path} reads fewer tokens than the {longest} of a text: lower --max-length "
-            "or --response-length"
-        )
-    ids, mask, T = collate_pairs([pairs[0], pairs[-1]], lm.device)
-    ours = response_logprobs(lm.train(), ids, mask, T)
-    compare_logprobs(lm, args.model_name_or_path, ids, mask, mask[:, -T:].sum(1), ours)
-
-
-def check_ends(lm, tokenizer, posts):
-    """Raise if no reference ends as the model ends its responses: then samples would run past their end."""
-    stop_ids = end_tokens(lm, tokenizer).tolist()
-    if not any(token in post["responses"][0] for post in posts for token in stop_ids):
-        raise UserError(
-            "no reference contains a token that ends a response: set eos_token_id in the model's "
-            "generation_config.json, or use a chat template that writes it"
-        )
-
-
-def compare_logprobs(lm, name, ids, mask, lengths, *ours):
-    """Refuse a model whose own log-probabilities of the responses differ from those that we computed.
-
-    ids, mask [B, C + T]; lengths of the responses [B]; ours: computed in two ways, [B, T] each
-    """
-    # Some models squash their logits: Gemma 2 computes 30 * tanh(logits / 30). That shows only when
-    # logits are large. So they are multiplied by 64 before the tanh, and divided by 64 after it.
+def check_model(lm, max_tokens):
+    """Raise if the model's own log-probabilities of a text differ from ours, which read it left-padded."""
+    length = max(max_tokens - 3, 2)  # and three positions of padding
+    ids = torch.randint(lm.config.get_text_config().vocab_size, (1, length), device=lm.device)
+    mask = F.pad(torch.ones_like(ids, dtype=torch.bool), (3, 0))
+    ours, *_ = response_logprobs(lm.train(), F.pad(ids, (3, 0)), mask, length - 1, 1.0)
+    # Gemma 2 computes 30 * tanh(logits / 30), which shows only if logits are large. So multiply them by 64,
+    # and divide what the model makes of them by 64. Without a cap, nothing changes.
     hook = lm.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: 64 * logits)
-    own = torch.zeros(len(ids), device=ids.device)  # sums over the tokens of a response
-    for row, length in enumerate(lengths.tolist()):
-        text = ids[row, mask[row]]  # without padding
-        logits = lm(text[None], logits_to_keep=length + 1).logits[0, :-1].float() / 64  # [length, V]
-        own[row] = -F.cross_entropy(logits, text[-length:], reduction="sum")
+    logits = lm.eval()(ids).logits[0, :-1].float() / 64
     hook.remove()
-    gap = (torch.stack(ours).sum(2) - own).abs().max()
-    if not gap < (0.3 if getattr(lm, "is_quantized", False) else 0.1):  # 8-bit weights are rounded
-        raise UserError(f"{name} does not work here: its own log-probabilities differ from ours by {gap:.2g}")
+    gap = (ours.flatten() + F.cross_entropy(logits, ids[0, 1:], reduction="none")).abs().mean()
+    if not gap < 0.1:
+        raise UserError(f"{lm.name_or_path} does not work here: its log-probabilities differ by {gap:.2g}")
 
 
 def can_reuse_prompts(model):
@@ -950,7 +987,7 @@ def can_reuse_prompts(model):
     """
     layers = transformers.DynamicCache(config=model.config).layers
     has_states = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
-    return not (has_states or model.is_activation_checkpointing)
+    return not (has_states or model.is_gradient_checkpointing)
 
 
 def trainable(module):
@@ -963,22 +1000,17 @@ def transformer_layers(model):
     return max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
 
 
-@torch.no_grad()
 def round_frozen_weights(model, only_if_exact):
-    """Store the frozen weights of linear layers in bf16. Under autocast in bf16, no result changes.
+    """Store frozen weights of linear layers in bf16, because autocast would round them in every pass.
 
-    Autocast would round them in every forward pass, because it keeps rounded copies of trained weights only.
-    only_if_exact: leave out weights that would change, because the model is saved. (A checkpoint in bf16 has
-    none.) Call it after make_learner: FSDP2 shards layers whose weights have one dtype.
+    only_if_exact: leave out weights that would change, because the model is saved.
     """
     for layer in transformer_layers(model).modules():
         if isinstance(layer, (nn.Linear, transformers.pytorch_utils.Conv1D)):
             weight = layer.weight
-            if weight.requires_grad or weight.dtype != torch.float32:  # trained, or quantized
-                continue
-            rounded = weight.bfloat16()
-            if not only_if_exact or torch.equal(rounded.float(), weight):
-                weight.data = rounded
+            is_frozen = weight.dtype == torch.float32 and not weight.requires_grad
+            if is_frozen and not (only_if_exact and (weight.bfloat16() != weight).any()):
+                weight.data = weight.bfloat16()
 
 
 def add_lora(model, args):
@@ -989,25 +1021,14 @@ def add_lora(model, args):
     names = args.lora_target_modules.replace(" ", "").split(",")
     targets = "all-linear" if names == ["all-linear"] else names
     config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=targets)
-    model = peft.get_peft_model(model, config)
-    found = {layer.split(".")[-1] for layer in model.targeted_module_names}
-    if targets != "all-linear" and found != set(names):  # peft complains only if it finds none
-        raise UserError(f"--lora-target-modules {','.join(names)}: only {found} are names of layers")
-    # Some scripts read the output layer's weights, without an adapter. Embeddings may share these weights.
-    base = model.get_base_model()
-    if any(hasattr(x, "base_layer") for x in (base.get_input_embeddings(), base.get_output_embeddings())):
-        raise UserError("--lora-target-modules: embeddings and the output layer cannot have an adapter")
-    return model
+    return peft.get_peft_model(model, config)
 
 
 def eight_bit(args):
     """What from_pretrained needs for --load-in-8bit."""
-    if not args.load_in_8bit:
-        return {}
-    # Threshold 0: each token is rounded alone. With the default, 6, some columns are kept in 16 bits. Which
-    # ones depends on the batch, and then the log-probabilities would too.
+    # Threshold 0: each token is rounded alone. With the default, log-probabilities would depend on the batch.
     config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
-    return dict(quantization_config=config)
+    return dict(quantization_config=config) if args.load_in_8bit else {}
 
 
 def save_policy(policy, tokenizer, folder):
@@ -1021,7 +1042,7 @@ def save_policy(policy, tokenizer, folder):
     tokenizer.save_pretrained(folder)
 
 
-# ---- Data ------------------------------------------------------------------------------------------------
+# ---- Data --------------------------------------------------------------------------------------------------
 
 
 def load_functions(names):
@@ -1029,81 +1050,30 @@ def load_functions(names):
     functions = {}
     for name in names:
         path, _, function = name.rpartition(":")
-        if not path:
-            raise UserError(f"{name}: name a function as FILE.py:function")
         path = Path(resolve_path(path)).absolute()
         sys.path.insert(0, str(path.parent))  # so that the file can import its neighbors
-        module = importlib.import_module(path.stem)
-        if Path(module.__file__) != path or function in functions:
-            raise UserError(f"{name}: there is another module {path.stem}, or another function {function}")
-        functions[function] = getattr(module, function)
+        functions[function] = getattr(importlib.import_module(path.stem), function)
     return functions
-
-
-def with_eos(ids, tokenizer):
-    """Token ids with EOS at the end, unless the text already ends in one."""
-    return ids if ids[-1:] == [tokenizer.eos_token_id] else [*ids, tokenizer.eos_token_id]
-
-
-def load_eval_posts(pairs, tokenizer, args):
-    """What the policy responds to: held-out rows of --eval-dataset-name, or else the held-out pairs.
-
-    -> list of dict(ids: tokens of the prompt, responses: a list with those of the reference)
-    """
-    if args.eval_dataset_name is None:
-        return [pair | {"responses": pair["responses"][:1]} for pair in pairs]
-    _, rows = load_splits(args.eval_dataset_name)
-    texts = []
-    for row in rows:
-        if row["prompt"] and row["completion"]:
-            responses = [row["completion"]]
-            texts.append((row, find_prompt(row, responses, args.eval_dataset_name), responses))
-    refuse_repeated_prompts(texts, args.eval_dataset_name)
-    posts = [tokenize_pair(tokenizer, prompt, responses) for _, prompt, responses in texts]
-    posts = [post for post in posts if text_length(post) <= args.max_length]
-    limit = f"with a prompt, a completion and at most {args.max_length} tokens"
-    accelerate.PartialState().print(f"{args.eval_dataset_name}: {len(posts)} of {len(rows)} rows, {limit}")
-    if not posts:
-        raise UserError(f"--eval-dataset-name {args.eval_dataset_name}: it has no row {limit}")
-    return posts
-
-
-def choose_rows(rows, count, seed):
-    """`count` of the rows, or all if there are fewer, in random order."""
-    return [rows[i] for i in stream_rows(len(rows), 0, min(count, len(rows)), seed)]
 
 
 def load_splits(name):
     """The training and held-out rows of a data set, as lists of dict.
 
-    name: a file that read_rows reads, which is train; a folder with such files, named after their splits
-    (train.jsonl, or parts: train-*.jsonl); or anything that datasets.load_dataset reads, as NAME or
-    NAME:CONFIG. The held-out rows are the split test; without it, validation; without both, a random tenth of
-    train (the same one for every --seed).
+    name: a file (jsonl, csv, parquet); a folder with train.jsonl, test.jsonl and so on, or their parts; or
+    what datasets.load_dataset reads, as NAME or NAME:CONFIG. Held out is the split test; without it,
+    validation; without both, a random tenth of train, the same for every --seed.
     """
     splits, path = {}, Path(resolve_path(name))
     if path.is_file():
         splits["train"] = read_rows(path)
-    for split, names in (("train", "train"), ("validation", "validation|valid|val|dev"), ("test", "test")):
-        pattern = rf"({names})(-.*)?\.(jsonl|jsonl\.gz|csv|parquet)"
-        files = [file for file in sorted(path.glob("*")) if re.fullmatch(pattern, file.name)]
-        if len({re.sub(r"-.*(?=\.)", "-", file.name) for file in files}) > 1:  # not parts of one file
-            raise UserError(f"{name}: which file is {split}? {', '.join(file.name for file in files)}")
-        if files:
-            splits[split] = [row for file in files for row in read_rows(file)]
+    for split in ("train", "validation", "test"):
+        for file in sorted(path.glob(f"{split}*")):  # train.jsonl, or train-00000-of-00002.jsonl and so on
+            if re.fullmatch(rf"{split}(-.*)?\.(jsonl|jsonl.gz|csv|parquet)", file.name):
+                splits.setdefault(split, []).extend(read_rows(file))
     if not splits:
         path, _, config = resolve_path(name).partition(":")
         loaded = datasets.load_dataset(path, config or None)
-        readers = {rows.info.builder_name for rows in loaded.values()}
-        if Path(path).exists() and readers & {"json", "csv"}:
-            # They turn "2024-01-15" into a timestamp, "NA" into None, and a 1 next to a 2.5 into 1.0.
-            raise UserError(
-                f"{name}: JSON files must be train.jsonl and test.jsonl, one object per line, csv files "
-                "train.csv and test.csv"
-            )
         splits = {split: rows.to_list() for split, rows in loaded.items()}
-    if not splits.keys() & {"train", "validation", "test"}:
-        raise UserError(f"{name}: its splits are {', '.join(splits)}, but they must be called train and test")
     train = splits.get("train", [])
     source = "test" if splits.get("test") else "validation"
     held_out = splits.get(source)
@@ -1114,195 +1084,31 @@ def load_splits(name):
         train.sort(key=lambda row: [random.Random(repr(x)).random() for x in (row.get("prompt"), row)])
         count = math.ceil(len(train) / 10)
         held_out, train = train[:count], train[count:]
-    for row in train + held_out:  # whitespace is as good as no text
-        row.update({column: "" for column, x in row.items() if isinstance(x, str) and x.isspace()})
-    columns = ", ".join((train + held_out or [{}])[0])
-    kind = "prompt" if "prompt" in columns.split(", ") else "row"
-    known = {repr(row.get("prompt") or row) for row in train}
-    held = [repr(row.get("prompt") or row) for row in held_out]
-    repeated = sum(x in known for x in held)
-    if len({*held}) < len(held):
-        source += f"; {len({*held})} different {kind}s"
-    accelerate.PartialState().print(
-        f"{name}: columns {columns}; {len(held_out)} rows are held out ({source}), {repeated} of them with "
-        f"a {kind} that is also in train"
-    )
+    accelerate.PartialState().print(f"{name}: {len(train)} rows, and {len(held_out)} held out: {source}")
     return train, held_out
 
 
 def read_rows(path):
-    """The rows of a file (.jsonl, .jsonl.gz, .csv, .parquet), with their values as they are. -> list of dict
-
-    In a csv file, all values are texts: 007 is "007", and an empty cell is "".
-    """
+    """The rows of a file, with their values as written: in csv, all are texts. -> list of dict"""
     if path.suffix == ".parquet":
         return datasets.Dataset.from_parquet(str(path)).to_list()
-    rows = []
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig", newline="") as file:
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
         if path.suffix == ".csv":
-            reader = csv.DictReader(file, strict=True)
-            for row in reader:
-                if len(row) != len(reader.fieldnames) or None in row.values():
-                    raise UserError(f"{path}, line {reader.line_num}: not one value for each column")
-                rows.append(row)
-            return rows
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
-                    rows.append(json.loads(line))
-                except json.JSONDecodeError as error:
-                    raise UserError(f"{path}, line {number}: {error}") from error
-    return rows
-
-
-def load_pairs(rows, tokenizer, args):
-    """The rows with two different responses that are short enough.
-
-    -> list of dict(ids: tokens of the prompt, responses: tokens of the chosen and of the rejected response);
-    a summary of their number
-    """
-    preferences = read_preferences(rows, args.dataset_name)
-    pairs = []
-    num_empty, num_equal, num_too_long = len(rows) - len(preferences), 0, 0
-    for _, prompt, responses in preferences:
-        pair = tokenize_pair(tokenizer, prompt, [responses[0], responses[-1]])
-        if not pair["ids"]:  # the first token of a text cannot be learned: nothing predicts it
-            num_empty += 1
-        elif pair["responses"][0] == pair["responses"][1]:
-            num_equal += 1
-        elif text_length(pair) > args.max_length:
-            num_too_long += 1
-        else:
-            pairs.append(pair)
-    if not pairs:
-        columns = ", ".join(rows[0]) if rows else "none"
-        raise UserError(
-            f"{args.dataset_name}: no row has two different responses (chosen and rejected, or responses) of "
-            f"at most {args.max_length} tokens with their prompt; its columns are {columns}"
-        )
-    counts = f"{len(pairs)} of {len(rows)} rows; left out: {num_empty} with an empty prompt or response"
-    return (
-        pairs,
-        f"{counts}, {num_equal} with equal ones, {num_too_long} of more than {args.max_length} tokens",
-    )
-
-
-def read_preferences(rows, name):
-    """The rows with two or more responses: chosen and rejected or, without them, the column responses.
-
-    -> list of (row, its prompt, its responses, best first)
-    """
-    preferences = []
-    for row in rows:
-        responses = row.get("responses")
-        if row.get("chosen"):
-            responses = [row["chosen"], row.get("rejected")]
-        if not isinstance(responses, list):
-            continue
-        responses = [response for response in responses if str(response or "").strip()]
-        if len(responses) < 2:
-            continue
-        if len({type(response) for response in responses}) > 1:
-            raise UserError(f"{name}: some responses of a row are texts, others are lists")
-        preferences.append((row, find_prompt(row, responses, name), responses))
-    refuse_repeated_prompts(preferences, name)
-    return preferences
-
-
-def refuse_repeated_prompts(rows, name):
-    """Raise if most responses begin with their prompt. rows: list of (row, its prompt, its responses)"""
-    repeats = []
-    for _, prompt, responses in rows:
-        repeats += [response[: len(prompt)] == prompt for response in responses if prompt]
-    if sum(repeats) > len(repeats) / 2:
-        raise UserError(
-            f"{name}: most responses begin with their prompt, so it would be read twice: empty that column"
-        )
-
-
-def find_prompt(row, responses, name):
-    """The prompt of a row, a text or a chat like its responses. It is empty if they contain it.
-
-    column prompt    responses                          prompt
-    text             texts                              the column
-    text             chats without a user's question    one message of the user
-    text or none     chats with a user's question       empty
-    chat             chats without a user's question    the column
-    chat             chats with a user's question       refused, if both have one
-
-    If the responses are complete chats, a text in the column prompt is ignored: many data sets repeat the
-    question there.
-    """
-    prompt = row.get("prompt") or ""
-    is_contained = False
-    if is_chat(responses[0]):
-        refuse_template_columns(row, name)
-        roles = [message["role"] for message in responses[0]]
-        is_contained = "user" in roles[: [*roles, "assistant"].index("assistant")]
-    if is_chat(prompt):
-        if is_contained and any(message["role"] == "user" for message in prompt):
-            raise UserError(f"{name}: the responses contain their prompt; empty the column prompt")
-        if prompt[-1]["role"] == "assistant":  # a template would close this message, and begin another one
-            raise UserError(f"{name}: a prompt ends with the assistant: move that to the responses")
-        return prompt
-    if is_contained:
-        return []
-    columns = {column for column, value in row.items() if isinstance(value, (str, list))}
-    columns -= {"chosen", "rejected", "responses"}
-    if "prompt" not in row and columns:  # one of them is probably the prompt
-        raise UserError(
-            f"{name} has no column prompt: rename one of {columns} or, if the responses contain the prompts, "
-            "add an empty one"
-        )
-    if not is_chat(responses[0]):
-        return prompt
-    return [{"role": "user", "content": prompt}] if prompt else []
-
-
-def tokenize_pair(tokenizer, prompt, responses):
-    """Token ids of a prompt and of the responses to it, as in rollouts. -> dict(ids, responses)
-
-    A text is prompt, response, EOS, each tokenized alone. A chat is tokenized as a whole, and ends as its
-    chat template ends it. If the prompt is empty, it is what the responses have in common.
-    """
-    if is_chat(responses[0]):
-        chats = [render_chat(tokenizer, prompt + response) for response in responses]
-        texts = tokenizer(chats, add_special_tokens=False).input_ids
-        prompt = prompt + responses[0][:-1]  # all messages but the last one
-    else:
-        response_ids = tokenizer(responses, add_special_tokens=False).input_ids
-        texts = [tokenizer(prompt).input_ids + with_eos(ids, tokenizer) for ids in response_ids]
-        refuse_two_bos(tokenizer, texts)
-    # Where does the prompt end? In texts with a prompt: where its own tokens end. In texts without one: at
-    # the first token in which the two differ. In chats, it is what the two chats and the prompt alone begin
-    # with. That may be less than the prompt: a template may add "<think>" to a prompt alone, or its last
-    # space may join the next word.
-    beginnings = [tokenize_prompt(tokenizer, prompt)] if prompt else []
-    length = len(os.path.commonprefix([*beginnings, *texts]))  # it is for paths, but works on lists too
-    return dict(ids=texts[0][:length], responses=[ids[length:] for ids in texts])
+            return list(csv.DictReader(file, strict=True))
+        return [json.loads(line) for line in file if line.strip()]
 
 
 def tokenize_prompt(tokenizer, prompt):
     """The token ids of a prompt, which is a text or a list of messages. -> list"""
     if not is_chat(prompt):
-        ids = tokenizer(prompt).input_ids
-        refuse_two_bos(tokenizer, [ids])
-        return ids
+        return tokenizer(prompt).input_ids
     return tokenizer(render_chat(tokenizer, prompt, is_prompt=True), add_special_tokens=False).input_ids
 
 
 def is_chat(value):
     """True for a list of messages (dicts with role and content), False for a text."""
-    if isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["'](role|content)""", value):
-        raise UserError(f"a chat must be a list of messages, but this one is a JSON text: {value[:60]}")
     return isinstance(value, list) and len(value) > 0
-
-
-def refuse_template_columns(row, name):
-    """Raise if a row with a chat has other columns that its chat template would need."""
-    for column in ("tools", "chat_template_kwargs", "images", "image"):
-        if row.get(column):
-            raise UserError(f"{name}: chats with the column {column} are not supported")
 
 
 def render_chat(tokenizer, messages, is_prompt=False):
@@ -1312,14 +1118,6 @@ def render_chat(tokenizer, messages, is_prompt=False):
     is_prompt: end where the assistant continues: after the header of its turn or, if the last message is its
     own, inside that message. -> str
     """
-    for message in messages:
-        if not isinstance(message.get("content"), str):  # templates write a list as Python prints it
-            raise UserError(f"the content of a message must be a text: {str(message)[:200]}")
-        others = {key for key, x in message.items() if x not in (None, "", [], {})} - {"role", "content"}
-        if others:  # the template may read them, as message.key or message['key']
-            others -= {*re.findall(r"""[.'"](\w+)""", str(tokenizer.chat_template))}
-        if others:
-            raise UserError(f"a message has {sorted(others)}, which the chat template does not read")
     is_begun = messages[-1]["role"] == "assistant" and is_prompt  # the policy goes on with this message
     return tokenizer.apply_chat_template(
         messages,
@@ -1381,32 +1179,32 @@ def end_tokens(lm, tokenizer):
 
 
 def start_accelerator(args):
-    """A single process, or one of several (DDP, FSDP2, DeepSpeed), as accelerate is configured."""
-    if not __debug__:
-        raise UserError("python -O and PYTHONOPTIMIZE remove checks (assert): run without them")
+    """A single process, or one of several (DDP, DeepSpeed ZeRO-2), as accelerate is configured."""
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # because shapes change
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # every process loads a whole model
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
-    # With a mask and some lengths, cuDNN's attention returns NaN gradients on an H100 or H200 in torch 2.13
-    # (pytorch#196678). It also makes a new plan for each shape.
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # NaN gradients with a mask in torch 2.13 (pytorch#196678)
     accumulation = accelerate.utils.GradientAccumulationPlugin(num_steps=args.gradient_accumulation_steps)
     accelerator = accelerate.Accelerator(
-        # On Apple's GPUs, fully masked rows give NaN (pytorch#167515), and there is no fp64.
-        cpu=not torch.cuda.is_available(),
+        cpu=not torch.cuda.is_available(),  # Apple's GPUs have no fp64
         mixed_precision="no",  # autocast is explicit in train
         dynamo_backend="no",
         gradient_accumulation_plugin=accumulation,  # a number would be replaced by an environment variable
         kwargs_handlers=[
-            # Gradients are views of what DDP sends, so they are not kept twice (see make_learner).
             accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
             # The others wait while the main process saves a large model, for example.
             accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12)),
         ],
     )
-    if accelerator.distributed_type == "DEEPSPEED":
+    if accelerator.distributed_type == "FSDP":
+        raise UserError("FSDP2: each process needs the whole policy, to sample; use ddp.yaml or zero2.yaml")
+    plugin = accelerator.state.deepspeed_plugin
+    if plugin is not None:
+        if plugin.zero_stage == 3:
+            accelerator.print("ZeRO-3 runs as ZeRO-2: each process needs the whole policy, to sample")
+            plugin.zero_stage = plugin.deepspeed_config["zero_optimization"]["stage"] = 2
+            transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # else models load as shards
         # Batch, clipping and precision follow the flags, not DeepSpeed's config.
-        accelerator.state.deepspeed_plugin.deepspeed_config |= dict(
+        plugin.deepspeed_config |= dict(
             train_micro_batch_size_per_gpu=args.per_device_train_batch_size,
             gradient_accumulation_steps=args.gradient_accumulation_steps,
             gradient_clipping=args.max_grad_norm or 0.0,
@@ -1415,15 +1213,6 @@ def start_accelerator(args):
                 dtype="bfloat16",
                 lower_precision_safe_modules=[],  # weights are gathered, and gradients added up, in fp32
             ),
-        )
-        transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # else from_pretrained loads shards
-    if accelerator.distributed_type == "FSDP" and args.optimizer.startswith("bitsandbytes."):
-        raise UserError(f"--optimizer {args.optimizer}: bitsandbytes cannot update the shards of FSDP2")
-    world = accelerator.num_processes
-    if world > 1:
-        accelerator.print(
-            f"{world} processes, so the batch is {world} times that of one; to keep it, divide "
-            f"--gradient-accumulation-steps or --per-device-train-batch-size by {world}"
         )
     set_global_seed(args.seed)  # for weights that start at random, such as LoRA's
     return accelerator
@@ -1436,17 +1225,7 @@ def wants_bf16(args, device):
 
 
 def make_learner(model, args, accelerator):
-    """The module that is trained, and its optimizer.
-
-    One process trains the model itself, DDP a wrapper around it. FSDP2 and ZeRO-3 cut a copy of it into
-    shards. Shards cannot sample or score, so every process keeps the whole model for that.
-    """
-    plugin = accelerator.state.deepspeed_plugin
-    learner = model
-    if accelerator.distributed_type == "FSDP" or (plugin is not None and plugin.zero_stage == 3):
-        learner = copy.deepcopy(model)
-        # accelerate reads this: FSDP2 gathers one layer of this class at a time.
-        learner._no_split_modules = [type(transformer_layers(model)[0]).__name__]
+    """The model as DDP or DeepSpeed wraps it (they share its weights), and its optimizer."""
     options = dict(lr=args.learning_rate)
     if "Adam" in args.optimizer:
         options["eps"] = args.adam_eps
@@ -1454,31 +1233,7 @@ def make_learner(model, args, accelerator):
         options["fused"] = True  # one kernel for all parameters
     module, _, name = args.optimizer.rpartition(".")
     optimizer_class = getattr(importlib.import_module(module), name)
-    optimizer = optimizer_class(trainable(learner).values(), **options)
-    learner, optimizer = accelerator.prepare(learner, optimizer)
-    if isinstance(learner, nn.parallel.DistributedDataParallel):
-        # Gradients are views of DDP's buckets. With None instead of zeros, those of an accumulated pass would
-        # be new tensors next to the buckets.
-        optimizer.zero_grad = partial(optimizer.zero_grad, set_to_none=False)
-    return learner, optimizer
-
-
-@torch.no_grad()
-def copy_weights(learner, model):
-    """Copy the trained weights into the whole model, if they are shards of a copy."""
-    for p, trained in zip(trainable(model).values(), trainable(learner).values(), strict=True):
-        if hasattr(trained, "full_tensor"):  # FSDP2
-            p.copy_(trained.full_tensor())
-        elif trained is not p:  # ZeRO-3
-            import deepspeed
-
-            with deepspeed.zero.GatheredParameters([trained]):
-                p.copy_(trained)
-
-
-def unshard(x):
-    """Gather a tensor that FSDP2 has cut into shards; return anything else unchanged."""
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
+    return accelerator.prepare(model, optimizer_class(trainable(model).values(), **options))
 
 
 def performance_metrics(start_time, rollout_end, num_tokens, device):
@@ -1504,185 +1259,94 @@ def performance_metrics(start_time, rollout_end, num_tokens, device):
 
 
 class Run:
-    """The run folder (args.json, metrics.jsonl, checkpoints/, ...), the screen, and resuming.
-
-    Only the main process writes and prints. (With DeepSpeed and FSDP2, all write checkpoints.) Checkpoints
-    and args.json are renamed into place once they are complete. The logs grow; resuming cuts off what came
-    after the checkpoint. So a run can be killed at any time.
-    """
+    """The run folder, the screen, and resuming. A run can be killed at any time: checkpoints are renamed into
+    place once they are complete, and resuming cuts off what the logs say after the checkpoint."""
 
     def __init__(self, args, accelerator, updates, status):
         """status: label -> metric, for the metrics shown next to the progress bar"""
         self.args, self.accelerator, self.updates, self.status = args, accelerator, updates, status
-        self.console = Console(
-            highlight=False, markup=False, emoji=False, quiet=not accelerator.is_main_process
-        )
-        self.bar = Progress(console=self.console, disable=not self.console.is_terminal)
-        self.task = self.bar.add_task("", total=updates)
-        self.last_line_time = 0.0
-        self.about = None  # what is written to args.json; None before start
-        # The same folder on all processes. self.name is the path as it was given, for messages.
         now = f"{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"  # to the microsecond: no other run has it
         name = args.resume or args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{now}"
-        [self.name] = accelerate.utils.broadcast_object_list([name])
+        [self.name] = accelerate.utils.broadcast_object_list([name])  # the same on all processes
         self.folder = Path(self.name).absolute()  # your code may change the working directory
-        is_used = self.logs() or self.checkpoints() or (self.folder / "model").exists()
+        is_used = (self.folder / "checkpoints").exists() or (self.folder / "model").exists()
         if is_used and not args.resume:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
-        if accelerator.num_processes > 1:
-            self.check_disk()
-        self.got_signal = None
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # SIGHUP: the terminal was closed
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
-                signal.signal(number, self.on_signal)
-                # These signals still terminate worker processes that your code forks.
-                os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
+        is_main = accelerator.is_main_process
+        self.console = Console(highlight=False, markup=False, emoji=False, quiet=not is_main)
+        self.bar = Progress(console=self.console, disable=not self.console.is_terminal)
+        self.task = self.bar.add_task("", total=updates)
+        atexit.register(self.bar.stop)  # it hides the cursor
+        self.to_show, self.last_line_time, self.got_signal = [], 0.0, False
 
-    def check_disk(self):
-        """Raise if the processes do not share the run folder. FSDP2 and DeepSpeed save shards there."""
-        marks = self.folder / "marks"  # one per process
-        marks.mkdir(parents=True, exist_ok=True)
-        (marks / str(self.accelerator.process_index)).touch()
-        self.accelerator.wait_for_everyone()
-        count = len(list(marks.iterdir()))
-        self.accelerator.wait_for_everyone()
-        shutil.rmtree(marks, ignore_errors=True)  # all processes try to
-        if count < self.accelerator.num_processes:
-            raise UserError(f"{self.name} must be on a disk that all nodes share: set --output-dir")
+    def checkpoints(self):
+        """The run's checkpoints, oldest first. A name that is not a number is the user's own."""
+        found = [path for path in self.folder.glob("checkpoints/*") if path.name.isdecimal()]
+        return sorted(found, key=lambda path: int(path.name))
 
     def logs(self):
-        """The append-only files of this run. (Some scripts write only the first.)"""
+        """The files that grow. (Some scripts write only the first.)"""
         names = "metrics.jsonl", "samples.jsonl", "tokens.jsonl"
         return [self.folder / name for name in names if (self.folder / name).exists()]
 
-    def checkpoints(self):
-        """Its checkpoints, oldest first. A folder whose name is not that of its update is the user's own."""
-        found = []
-        for path in self.folder.glob("checkpoints/*/state.json"):
-            if path.parent.name == f"{json.loads(path.read_text()).get('update', 0):06d}":
-                found.append(path.parent)
-        return sorted(found, key=lambda folder: int(folder.name))
-
-    def append(self, name, rows):
-        if self.accelerator.is_main_process:
-            with open(self.folder / name, "a") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
-
-    def table(self, title, rows):
-        """Print dicts as the rows of a table."""
-        table = Table(title=title, title_justify="left", show_lines="metric" not in rows[0])
-        for name, cell in rows[-1].items():  # the last row, because the first one may have empty cells
-            table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
-        for row in rows:
-            if isinstance(row.get("prompt"), str) and self.console.width <= 80:
-                row = row | {"prompt": row["prompt"][-60:]}  # its end, next to the response
-            table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
-        self.console.print(table)
-
-    def log(self, metrics):
-        """Log one update: to metrics.jsonl, to the tracker and to the screen.
-
-        metrics: dict of numbers, or tensors with one number -> dict of numbers
-        """
-        metrics = {name: x.item() if isinstance(x, torch.Tensor) else x for name, x in metrics.items()}
-        update = metrics["update"]
-        not_finite = [name for name, x in metrics.items() if not math.isfinite(x)]
-        if not_finite:
-            names = ", ".join(not_finite)
-            raise UserError(f"update {update} was not saved; not finite: {names} (--learning-rate too high?)")
-        if update == 1 and not self.args.resume:
-            self.write_args()
-        self.append("metrics.jsonl", [metrics])
-        # In a tracker, TRL's names begin with train/ or eval/.
-        named = {name if name.startswith("eval/") else f"train/{name}": x for name, x in metrics.items()}
-        self.accelerator.log(named, step=update)
-
-        status = self.status | {"lr": "lr", "seconds": "perf/seconds"}
-        shown = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in status.items())
-        shown = f"update {update}/{self.updates}  {shown}"
-        self.bar.start()
-        self.bar.update(self.task, completed=update, description=shown)
-        if update == self.updates:
-            self.bar.stop()  # before the final tables
-        is_due = time.time() - self.last_line_time > 10 or update == self.updates
-        if self.bar.disable and is_due:  # not a terminal: print a line now and then
-            self.last_line_time = time.time()
-            self.accelerator.print(shown, flush=True)
-        return metrics
-
-    def finish(self):
-        """Wait until the main process has saved everything, then close the tracker."""
-        self.accelerator.print(f"saved {self.name}/model; to look at the run: python report.py {self.name}")
-        self.accelerator.wait_for_everyone()
-        self.accelerator.end_training()
-
-    # -- Checkpoints --
-
     def start(self, batch_size):
-        """To resume, load the newest checkpoint. -> its state; update 0 if new"""
-        self.accelerator.register_save_state_pre_hook(save_trained)
-        self.accelerator.register_load_state_pre_hook(load_trained)
+        """Load the newest checkpoint of a resumed run; start the tracker. -> its state; update 0 if new"""
+        accelerator, args = self.accelerator, self.args
+        accelerator.register_save_state_pre_hook(save_trained)
+        accelerator.register_load_state_pre_hook(load_trained)
         state = {"update": 0, "batch_size": batch_size, "sizes": {}}  # sizes: bytes of each log
         # The main process chooses the checkpoint: a network disk may show others an older list.
-        newest = [None, *self.checkpoints()][-1]
-        [newest] = accelerate.utils.broadcast_object_list([newest])  # that of the main process
-        if self.args.resume and newest:
+        checkpoints = self.checkpoints() if args.resume else []
+        [newest] = accelerate.utils.broadcast_object_list(checkpoints[-1:] or [None])
+        if newest is not None:
             state = json.loads((newest / "state.json").read_text())
-            self.accelerator.load_state(newest)
-            self.accelerator.step = 0  # accumulate counts from here; the number of steps may have changed
+            accelerator.load_state(newest)
+            accelerator.step = 0  # accumulate counts from here; the number of steps may have changed
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
         if state["update"] > self.updates:
             raise UserError(f"--resume: the flags ask for {self.updates} updates; {state['update']} are done")
-        config = asdict(self.args)
-        self.about = {
-            "args": config,
-            "script": SCRIPT,
-            "command": sys.argv,
-            "id": os.urandom(8).hex(),  # of the run in Weights & Biases
-            "versions": {m.__name__: m.__version__ for m in (torch, transformers, datasets, accelerate)},
-            "world_size": self.accelerator.num_processes,
-        }
-        if self.args.resume:  # keep the first ones
-            first = json.loads((self.folder / "args.json").read_text())
-            self.about |= {name: first[name] for name in ("command", "id") if name in first}
-            self.accelerator.wait_for_everyone()  # no process writes until all have read
-            self.write_args()
-            if self.accelerator.is_main_process:
-                for path in self.logs():  # what came after the checkpoint will be written again
-                    os.truncate(path, state["sizes"].get(path.name, 0))
-        if self.args.log_with != "none":  # only now, because the tracker writes to the run folder
-            self.accelerator.log_with = [self.args.log_with]
-            self.accelerator.project_configuration.logging_dir = str(self.folder)
-            config = {name: str(x) for name, x in config.items()}
-            wandb = {"name": self.folder.name, "id": self.about["id"], "resume": "allow"}
-            self.accelerator.init_trackers(SCRIPT, config, {"wandb": wandb})
-        self.accelerator.print(f"run folder {self.name}, after update {state['update']}")
+        run_id = os.urandom(8).hex()  # of the run in Weights & Biases
+        if args.resume:
+            run_id = json.loads((self.folder / "args.json").read_text()).get("id")
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            # Of two new runs with one folder, the second stops here.
+            (self.folder / "checkpoints").mkdir(parents=True, exist_ok=args.resume is not None)
+            for path in self.logs():
+                os.truncate(path, state["sizes"].get(path.name, 0))  # the rest will be written again
+            about = {
+                "args": asdict(args),
+                "id": run_id,
+                "script": SCRIPT,
+                "command": sys.argv,
+                "versions": {m.__name__: m.__version__ for m in (torch, transformers, datasets, accelerate)},
+                "world_size": accelerator.num_processes,
+            }
+            (self.folder / "draft.json").write_text(json.dumps(about, indent=2))
+            os.replace(self.folder / "draft.json", self.folder / "args.json")
+        if args.log_with != "none":  # only now, because the tracker writes to the run folder
+            accelerator.log_with = [args.log_with]
+            accelerator.project_configuration.logging_dir = str(self.folder)
+            config = {name: str(x) for name, x in asdict(args).items()}
+            wandb = {"name": self.folder.name, "id": run_id, "resume": "allow"}
+            accelerator.init_trackers(SCRIPT, config, {"wandb": wandb})
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # SIGHUP: the terminal was closed
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, self.on_signal)
+                # Worker processes that your code forks end at once.
+                os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
+        accelerator.print(f"run folder {self.name}, after update {state['update']}")
         return state
 
-    def write_args(self):
-        """Write args.json. A new run does so with its first update: until then, its folder is free."""
-        if self.accelerator.is_main_process:
-            (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-            if not self.args.resume:  # raises an error if another new run was faster
-                (self.folder / "metrics.jsonl").touch(exist_ok=False)
-            (self.folder / "draft.json").write_text(json.dumps(self.about, indent=2))
-            os.replace(self.folder / "draft.json", self.folder / "args.json")
-
     def on_signal(self, number, frame):
-        """Finish the update (or the last evaluation), save, and stop. The same signal again stops at once."""
-        if self.about is None:  # before start, there is nothing to save
-            print(f"{SCRIPT}.py: stopped by {signal.Signals(number).name} before training", file=sys.stderr)
-            sys.exit(128 + number)
+        """Finish the update, save, and stop. The same signal again stops at once."""
         # A terminal that is closed sends SIGHUP more than once.
         signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
-        self.got_signal = number  # only noted, because a signal may come at any moment
+        self.got_signal = True  # only noted, because a signal may come at any moment
 
     def checkpoint(self, state):
-        """If a checkpoint is due, save all that the rest of the run depends on. After a signal: save, exit.
-
-        state: update, batch_size, and anything else that json can hold
-        """
+        """If a checkpoint is due, save what the rest of the run depends on. After a signal, save and exit."""
         update, save_every = state["update"], self.args.save_every
         if self.got_signal:
             self.accelerator.set_trigger()
@@ -1704,15 +1368,64 @@ class Run:
             self.bar.stop()
             self.accelerator.print(f"stopped; to continue: the same command with --resume {self.name}")
             self.accelerator.wait_for_everyone()
-            sys.exit(128 + (self.got_signal or signal.SIGTERM))
+            sys.exit(128 + signal.SIGTERM)
+        self.show()
+
+    def append(self, name, rows):
+        if self.accelerator.is_main_process:
+            with open(self.folder / name, "a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+
+    def log(self, metrics):
+        """Log an update: metrics.jsonl, tracker, screen. dict of tensors or numbers -> dict of numbers"""
+        metrics = {name: x.item() if isinstance(x, torch.Tensor) else x for name, x in metrics.items()}
+        not_finite = [name for name, x in metrics.items() if not math.isfinite(x)]
+        if not_finite:
+            update, names = metrics["update"], ", ".join(not_finite)
+            raise UserError(f"update {update} was not saved; not finite: {names} (--learning-rate too high?)")
+        self.append("metrics.jsonl", [metrics])
+        # In a tracker, TRL's names begin with train/ or eval/.
+        named = {name if name.startswith("eval/") else f"train/{name}": x for name, x in metrics.items()}
+        self.accelerator.log(named, step=metrics["update"])
+        status = self.status | {"lr": "lr", "seconds": "perf/seconds"}
+        shown = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in status.items())
+        shown = f"update {metrics['update']}/{self.updates}  {shown}"
+        self.bar.start()
+        self.bar.update(self.task, completed=metrics["update"], description=shown)
+        is_due = time.time() - self.last_line_time > 10 or metrics["update"] == self.updates
+        if self.bar.disable and is_due:  # not a terminal: print a line now and then
+            self.last_line_time = time.time()
+            self.to_show.append(shown)
+        return metrics
+
+    def table(self, title, rows):
+        """A table for the screen. rows: a list of dicts"""
+        table = Table(title=title, title_justify="left", show_lines="metric" not in rows[0])
+        for name, cell in rows[-1].items():  # the last row, because the first one may have empty cells
+            table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
+        for row in rows:
+            if isinstance(row.get("prompt"), str) and self.console.width <= 80:
+                row = row | {"prompt": row["prompt"][-60:]}  # its end, next to the response
+            table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
+        self.to_show.append(table)
+
+    def show(self):
+        """Print what is waiting: after a checkpoint, so that a closed pipe or terminal cannot cost one."""
+        while self.to_show:
+            item = self.to_show.pop(0)
+            self.console.print(item, soft_wrap=isinstance(item, str))
+
+    def finish(self):
+        """Show the final tables, wait until the main process has saved everything, and close the tracker."""
+        self.bar.stop()
+        self.show()
+        self.accelerator.print(f"saved {self.name}/model; to look at the run: python report.py {self.name}")
+        self.accelerator.wait_for_everyone()
+        self.accelerator.end_training()
 
 
 def save_trained(models, weights, folder):
-    """Save only the trained weights: a hook of accelerator.save_state.
-
-    Their names carry no prefix of DDP, so any number of processes can load them. With FSDP2 and DeepSpeed,
-    `weights` is empty, because these save their shards themselves.
-    """
+    """Save only the trained weights: a hook of accelerator.save_state. (DeepSpeed saves them itself.)"""
     if weights and accelerate.PartialState().is_main_process:
         trained = trainable(accelerate.utils.extract_model_from_parallel(models[0]))
         if not all(p.isfinite().all() for p in trained.values()):
@@ -1721,14 +1434,13 @@ def save_trained(models, weights, folder):
     weights.clear()  # tells accelerate that there is nothing left to save
 
 
+@torch.no_grad()
 def load_trained(models, folder):
     """Load what save_trained saved: a hook of accelerator.load_state."""
     for model in models:
         saved = load_file(f"{folder}/trained.safetensors")
-        weights = trainable(accelerate.utils.extract_model_from_parallel(model))
-        assert saved.keys() == weights.keys(), "the checkpoint is of another model"
-        for name, p in weights.items():
-            p.data.copy_(saved[name])
+        for name, p in trainable(accelerate.utils.extract_model_from_parallel(model)).items():
+            p.copy_(saved[name])
     models.clear()  # nothing left to load
 
 
@@ -1737,181 +1449,68 @@ def rows_of(columns):
     return [dict(zip(columns, row)) for row in zip(*columns.values())]
 
 
-def report_evaluation(run, before, after, num_pairs):
-    """The final tables, evaluation.json and evaluation_samples.jsonl. before, after: see evaluate in train"""
-    metrics_before, old, pairs_before = before
-    metrics_after, new, pairs_after = after
-    columns = {
-        "prompt": old["prompt"],
-        "reference": old["reference"],
-        "before": old["response"],
-        "score": old["score"],
-        "after": new["response"],
-        "score after": new["score"],
-    }
-    rows = rows_of(columns)
-    comparison = [
-        {"metric": name, "before": value, "after": metrics_after[name]}
-        for name, value in metrics_before.items()
-    ]
-    pairs = [
-        {"metric": name, "before": value, "after": pairs_after[name]} for name, value in pairs_before.items()
-    ]
-    about = {
-        "before": metrics_before,
-        "after": metrics_after,
-        "n": len(rows),
-        "judge": run.args.judge_fn,
-        "pairs before": pairs_before,
-        "pairs": pairs_after,
-        "number of pairs": num_pairs,
-    }
-    run.table("held-out prompts", rows[:3])
-    run.table(f"{len(rows)} held-out prompts, judge: {run.args.judge_fn}", comparison)
-    run.table(f"{num_pairs} held-out pairs", pairs)
-    (run.folder / "evaluation.json").write_text(json.dumps(about, indent=2))
-    lines = [json.dumps(row) + "\n" for row in rows]
-    (run.folder / "evaluation_samples.jsonl").write_text("".join(lines))
-    evaluation = metrics_after | pairs_after
-    run.accelerator.log({f"eval/{name}": x for name, x in evaluation.items()}, step=run.updates)
-
-
 # ---- Command line ------------------------------------------------------------------------------------------
 
-
-# Flags of all scripts that cannot be 0. (The stars let several names stand on a line.)
-POSITIVE = (
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches", "num_ppo_epochs"),
-    *("total_episodes", "num_train_epochs", "num_train_rows", "num_eval_prompts", "num_eval_pairs"),
-    *("num_eval_samples", "num_context_utterances", "max_length", "query_min_length", "response_min_length"),
-    *("response_length", "temperature", "max_grad_norm", "score_clip", "kl_target", "kl_horizon", "beta"),
-    *("max_turns", "max_tool_tokens", "tool_timeout"),
-)
-
-
-def check_numbers(args):
-    """Raise if a number is negative, or if it is 0 and in POSITIVE.
-
-    A weight may be negative, and so may any flag whose default is negative.
-    """
-    for name, value in vars(args).items():
-        if not isinstance(value, (int, float)):
-            continue
-        default = getattr(Args, name, None)
-        may_be_negative = name.endswith("_weight") or isinstance(default, (int, float)) and default < 0
-        if value < 0 and not may_be_negative or value == 0 and name in POSITIVE:
-            raise UserError(f"--{name.replace('_', '-')} cannot be {value}")
-    if args.warmup_ratio > 1:
-        raise UserError(f"--warmup-ratio is a fraction of the updates: {args.warmup_ratio} is more than 1")
-
-
-# Flags of all scripts that may change when a run is resumed. (More updates also change the learning rates of
-# the updates that are left, unless the schedule is constant and the warm-up is over.)
+# Flags of all scripts that may change when a run is resumed: they do not change its result, or prolong it.
 MAY_CHANGE = (
     *("resume", "eval_every", "save_every", "keep_checkpoints", "log_with", "num_sample_generations"),
     *("judge_fn", "judge_model", "judge_url", "judge_model_path"),
     *("total_episodes", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("local_rollout_forward_batch_size", "gradient_checkpointing"),
 )
-
-
-# Flags of all scripts with which a recipe describes its own data.
-DESCRIBE_DATA = (
-    *("eval_dataset_name", "center_dataset_name", "hard_dataset_name"),
-    *("label_names", "prompt_template", "reward_fn", "environment", "judge_fn"),
+# Flags of all scripts with which a recipe describes its own data. They do not apply to other data.
+OF_DATA = (
+    *("eval_dataset_name", "center_dataset_name", "hard_dataset_name", "label_names", "prompt_template"),
+    *("system_prompt", "reward_fn", "environment", "tools", "judge_fn"),
 )
-
-
-def fit_recipe(recipe, args):
-    """The recipe for the data and the model that the command line names. -> Args
-
-    With other data, the flags that describe the recipe's own data go back to the defaults of Args. With
-    another model, so does --from-config, the recipe's random weights.
-    """
-    names = []
-    if args.dataset_name != recipe.dataset_name:
-        names += DESCRIBE_DATA
-    if args.model_name_or_path != recipe.model_name_or_path:
-        names.append("from_config")
-    defaults = {name: x for name, x in asdict(Args()).items() if name in names}
-    changed = [name for name, x in defaults.items() if getattr(args, name) == getattr(recipe, name) != x]
-    if changed and os.environ.get("RANK", "0") == "0":
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in changed)
-        print(f"not taken from the recipe, because they describe its own data or model: {flags}")
-    return replace(recipe, **defaults)
 
 
 def parse_args(argv):
     """The command line: an optional recipe, then flags. -> Args
 
     No recipe and no model: the recipe tiny. A model but no recipe: everything else has the defaults of Args.
-    fit_recipe says which flags of a recipe do not apply to other data.
     """
-    model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")  # of all scripts
-    names_model = any(word.split("=")[0].replace("_", "-") in model_flags for word in argv)
+    flags = {word.split("=")[0].strip("-").replace("-", "_") for word in argv if word.startswith("--")}
+    names_model = not flags.isdisjoint(["model_name_or_path", "sft_model_path", "from_config"])
     recipe = "custom" if names_model else "tiny"
-    names_recipe = len(argv) > 0 and not argv[0].startswith("-")
-    if names_recipe:
+    if argv and not argv[0].startswith("-"):
         recipe, *argv = argv
         if recipe not in RECIPES:
             raise UserError(f"there is no recipe {recipe!r}; the recipes are {', '.join(RECIPES)}")
-    description = f"{__doc__}\nRecipes: {', '.join(RECIPES)}"
-    parse = partial(tyro.cli, Args, args=argv, description=description)
+        if "resume" in flags:
+            raise UserError(f"--resume cannot change recipe: leave out {recipe}")
     start = replace(RECIPES.get(recipe, Args()), recipe=recipe)
-    # The first parse tells which data and model the flags name; the second takes the recipe that fits them.
+    # What a recipe says of its own data or model does not apply to another one that the command line names.
+    dropped = [*(OF_DATA if "dataset_name" in flags else ()), *(["from_config"] if names_model else ())]
+    start = replace(start, **{name: x for name, x in asdict(Args()).items() if name in dropped})
+    parse = partial(tyro.cli, Args, args=argv, description=f"{__doc__}\nRecipes: {', '.join(RECIPES)}")
     args = parse(default=start)
-    if args.resume is None:
-        return parse(default=fit_recipe(start, args))
-
-    # The flags of that run. Only those in MAY_CHANGE may differ.
-    saved = json.loads(Path(args.resume, "args.json").read_text())["args"]
-    if saved.keys() != asdict(args).keys():
-        raise UserError(f"--resume {args.resume}: a run of another script, or of another version of this one")
-    args = parse(default=Args(**saved))
-    if names_recipe:
-        args.recipe = recipe
-    for name, value in asdict(args).items():
-        if value != saved[name] and name not in MAY_CHANGE:
-            raise UserError(f"--resume cannot change {name}: it is {saved[name]} in that run")
+    if args.resume is not None:  # the flags of that run
+        saved = json.loads(Path(args.resume, "args.json").read_text())["args"]
+        args = parse(default=Args(**saved))
+        for name, value in saved.items():
+            if getattr(args, name) != value and name not in MAY_CHANGE:
+                raise UserError(f"--resume cannot change {name}: it is {value} in that run")
     return args
-
-
-def go_on_without_output():
-    """Drop what cannot be printed, because `| tee` was stopped first or the terminal is closed."""
-
-    def attempt(method, *inputs):
-        with suppress(OSError, ValueError):  # closed, full, or of another encoding
-            return method(*inputs)
-
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.write = partial(attempt, stream.write)
-            stream.flush = partial(attempt, stream.flush)
 
 
 def main(argv=None):
     """Run the command line. A UserError prints one line, with exit code 2."""
-    go_on_without_output()
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about kernels that we do not use
     warnings.filterwarnings("ignore", category=FutureWarning)  # libraries that use each other's old names
-    warnings.filterwarnings("error", message="Found missing adapter keys")  # peft: they would be random
     warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft, about GPT-2; it does the right thing
     for library in (transformers, datasets):
         library.logging.set_verbosity_error()
         library.utils.logging.disable_progress_bar()
     try:
-        train(parse_args(sys.argv[1:] if argv is None else argv))
+        args = parse_args(sys.argv[1:] if argv is None else argv)
+        if (HERE / "check.py").exists() and os.environ.get("RANK", "0") == "0":
+            errors = importlib.import_module("check").errors(sys.modules[__name__], args)
+            if errors:  # found in flags, data, tokenizer, rewards: before a model is loaded
+                raise UserError("\n".join(errors))
+        train(args)
     except UserError as error:
         print(f"{SCRIPT}.py: {error}", file=sys.stderr)
         sys.exit(2)
-    except torch.OutOfMemoryError as error:
-        error.add_note(
-            "Out of memory: halve --per-device-train-batch-size and double --gradient-accumulation-steps. If "
-            "it was the rollout, halve --local-rollout-forward-batch-size. More: docs/running.md, Memory"
-        )
-        raise
-    finally:
-        Console().show_cursor()  # the progress bar hid it
 
 
 if __name__ == "__main__":

@@ -1,17 +1,14 @@
 """GRPO (group relative policy optimization) that teaches a language model to do arithmetic.
 
 GRPO is PPO without a value function: each task gets several responses, and a response is good if its reward
-is above the average of its group. If you know RLOO from rloo_tldr.py, this is what changes (in the code:
-docs/differences.md):
+is above the average of its group. What changes from RLOO in rloo_tldr.py (in the code: docs/differences.md):
 
 1. Rewards are verifiable: a function compares the final answer of a response with the column `answer`, and
    returns 1 or 0 (`correct` in data/math_rewards.py). The final answer is in <answer> tags, or else in
-   \\boxed{}, or else after ####; of several of one kind, the last one counts. "<answer>18</answer>" is right
-   if the column ends in "#### 18". No reward model is trained, and there is no penalty for a missing EOS: a
+   \\boxed{}, or else after ####. No reward model is trained, and there is no penalty for a missing EOS: a
    response that is cut off before its answer is wrong.
 2. The advantage of a response is its reward minus the mean reward of its group, divided by the group's
-   standard deviation (`grpo_advantages`). If all rewards of a group are equal, for example because all
-   responses are right, the advantages are 0: only a KL penalty, if there is one, still has a gradient.
+   standard deviation (`grpo_advantages`). If all rewards of a group are equal, its advantages are 0.
 3. Every token is an action. All tokens of a response share its advantage, but each has its own ratio and is
    clipped by itself, as in PPO. In RLOO, the whole response has one ratio and one clip.
 4. The loss is the sum over all tokens of the minibatch, divided by the number of tokens, as in DAPO (Yu et
@@ -20,7 +17,7 @@ docs/differences.md):
 5. A KL penalty, if there is one, is a term of the loss (k3, see `kl_per_token`), not of the reward. By
    default there is none, as in DAPO, and then no reference model is needed.
 6. By default there is one optimizer step per batch of rollouts, so every ratio is 1, and nothing is clipped:
-   REINFORCE with the advantages of point 2. Ratios matter with --num-mini-batches or --num-ppo-epochs > 1.
+   REINFORCE with the advantages of point 2.
 7. Before and after training, held-out tasks are solved several times each. pass@1 is the share of responses
    that are right: the first function of --reward-fn that applies gives 1 or more. pass@k is the share of
    tasks with at least one right response among k.
@@ -33,8 +30,8 @@ docs/differences.md):
     accelerate launch grpo_math.py gsm8k-qwen-1.5b   # on N GPUs, with N times the batch
     python grpo_math.py --resume RUN_FOLDER          # continue a stopped run; on a CPU, bit for bit
 
-Part I is the algorithm: flags, math, loop, evaluation, rollout, model. Part II is infrastructure: models,
-rewards, data, processes, run folder, flags. Papers: DeepSeekMath (GRPO, Shao et al. 2024), DAPO (Yu et al.
+Part I is the algorithm: flags, math, loop, evaluation, rollout, model. Part II is infrastructure: recipes,
+models, rewards, data, processes, run folder. Papers: DeepSeekMath (GRPO, Shao et al. 2024), DAPO (Yu et al.
 2025), Understanding R1-Zero-Like Training (Dr. GRPO, Liu et al. 2025), Back to Basics (RLOO, Ahmadian et al.
 2024), PPO (Schulman et al. 2017), "Approximating KL divergence" (k3, Schulman 2020). Results, metrics, which
 lines to change for what: docs/grpo_math.md.
@@ -55,13 +52,13 @@ lines to change for what: docs/grpo_math.md.
 # ]
 # ///
 
+import atexit
 import copy
 import csv
 import datetime
 import gzip
 import importlib
 import json
-import logging
 import math
 import os
 import random
@@ -74,7 +71,6 @@ import sys
 import time
 import warnings
 from collections import defaultdict
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -103,17 +99,14 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixi
 
 @dataclass
 class Args:
-    """The defaults are the recipe gsm8k-qwen-0.5b, except for micro-batches, episodes and learning rate.
-
-    A command line that names no recipe and no model starts from the recipe tiny, which replaces some of these
-    defaults.
-    """
+    """The defaults are the recipe gsm8k-qwen-0.5b, but for batch, episodes, learning rate and system
+    prompt. A command line that names no recipe and no model starts from tiny, which replaces some of them."""
 
     # Run
     recipe: tyro.conf.Suppress[str] = "custom"  # first word of the command line
     seed: int = 1  # random seed; all sampling is a function of (seed, update)
     output_dir: str | None = None  # run folder (default: runs/<script>/<recipe>-s<seed>-<time>)
-    resume: str | None = None  # continue the run in this folder
+    resume: str | None = None  # continue the run in this folder, with its flags
     eval_every: int = 0  # updates between evaluations during training (0: only before and after)
     save_every: int = 10  # updates between checkpoints (0: only at the end, or after a signal)
     keep_checkpoints: int = 2  # number of checkpoints to keep
@@ -123,7 +116,7 @@ class Args:
     num_eval_samples: int = 8  # responses to each of them: the k of pass@k
 
     # Model
-    model_name_or_path: str = "Qwen/Qwen2.5-0.5B-Instruct"  # initial policy: Hub name, folder, or LoRA folder
+    model_name_or_path: str = "Qwen/Qwen2.5-0.5B-Instruct"  # initial policy: a Hub name or a folder
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # auto: bf16 on GPUs that have it, else float32
     load_in_8bit: bool = False  # frozen weights in 8 bit: the base model of LoRA, or else the reference
     num_shared_layers: int = 0  # freeze embeddings and this many first layers; share them with the reference
@@ -137,9 +130,7 @@ class Args:
     num_train_rows: int | None = None  # train on only N rows, drawn at random; None: on all
     hard_dataset_name: str | None = None  # harder tasks: its held-out rows are solved too, same reward
     prompt_template: str | None = "{question}"  # makes prompts, if the data have no column prompt
-    system_prompt: str | None = (  # system message of each chat, or text before each prompt
-        "Think step by step, and put your final answer within \\boxed{}."
-    )
+    system_prompt: str | None = None  # system message of each chat, or text before each prompt
     chat_template_kwargs: str | None = None  # template options, in JSON: {"enable_thinking": false}
     reward_fn: list[str] = field(  # FILE.py:function ...; f(completions, **columns) -> one number for each
         default_factory=lambda: ["data/math_rewards.py:correct"]
@@ -174,73 +165,6 @@ class Args:
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"  # shape after the warm-up
     warmup_ratio: float = 0.0  # fraction of updates in which the learning rate rises to its full value
     max_grad_norm: float | None = 1.0  # clip the gradient to this norm; None: no clipping
-
-
-RECIPES = {
-    "tiny": Args(  # a small model and tasks that come with this repository
-        optimizer="torch.optim.AdamW",  # with weight decay 0.01; in the other recipes and in TRL, it is 0
-        model_name_or_path="checkpoints/arithmetic-sft",
-        dataset_name="data/arithmetic",
-        hard_dataset_name="data/arithmetic-hard",
-        prompt_template=None,
-        system_prompt=None,
-        dtype="float32",
-        total_episodes=25_600,
-        per_device_train_batch_size=64,
-        gradient_accumulation_steps=4,
-        local_rollout_forward_batch_size=256,
-        max_prompt_length=64,
-        response_length=48,
-        learning_rate=5e-5,
-        num_sample_generations=3,
-    ),
-    "gsm8k-qwen-0.5b": Args(  # large micro-batches, for a GPU with 80 GB: 5 minutes of updates on an H200
-        total_episodes=13_056,
-        per_device_train_batch_size=32,
-        gradient_accumulation_steps=8,
-        local_rollout_forward_batch_size=256,
-        learning_rate=3e-6,
-    ),
-    "gsm8k-qwen-1.5b": Args(
-        model_name_or_path="Qwen/Qwen2.5-1.5B-Instruct",
-        gradient_checkpointing=True,
-        save_every=50,  # a checkpoint takes 18 GB
-    ),
-    "smollm2-word-problems": Args(
-        model_name_or_path="runs/smollm2-word-problems/sft/model",  # of sft.py: see docs/real_models.md
-        dataset_name="runs/smollm2-word-problems/word-problems",
-        prompt_template=None,
-        system_prompt=None,
-        max_prompt_length=192,
-        response_length=48,
-        total_episodes=26_624,
-        per_device_train_batch_size=16,
-        gradient_accumulation_steps=32,
-        learning_rate=2e-5,
-        num_eval_prompts=500,
-        num_sample_generations=3,
-    ),
-    # The task of TinyZero (a small reproduction of DeepSeek-R1-Zero), with two differences: there is no
-    # reward for the format, and the beginning of the response is not given.
-    "countdown-qwen-1.5b": Args(
-        model_name_or_path="Qwen/Qwen2.5-1.5B-Instruct",
-        dataset_name="Jiayi-Pan/Countdown-Tasks-3to4",
-        num_train_rows=50_000,
-        system_prompt=(
-            "You are a helpful assistant. You first think about the reasoning process in your mind and then "
-            "provide the user with the answer."
-        ),
-        prompt_template=(
-            "Using the numbers {nums}, create an equation that equals {target}. You can use basic arithmetic "
-            "operations (+, -, *, /) and each number can only be used once. Show your work in <think> "
-            "</think> tags. And return the final answer in <answer> </answer> tags, for example "
-            "<answer> (1 + 2) / 3 </answer>."
-        ),
-        reward_fn=["data/math_rewards.py:countdown"],
-        gradient_checkpointing=True,
-        save_every=50,
-    ),
-}
 
 
 # ---- Math: pure functions of tensors -----------------------------------------------------------------------
@@ -332,7 +256,6 @@ def learning_rate(args, update, updates):
 
 def train(args):
     """The whole run, from the flags to the final table. -> (Policy, run folder)"""
-    check_flags(args)
     accelerator = start_accelerator(args)
     device, world = accelerator.device, accelerator.num_processes
     n, k, T = args.per_device_train_batch_size, args.num_generations, args.response_length
@@ -345,48 +268,39 @@ def train(args):
 
     tokenizer = load_tokenizer(args.model_name_or_path)
     set_template_options(tokenizer, args)
-    refuse_appended_eos(tokenizer, args.model_name_or_path)
-    # Only for functions of --reward-fn, whose rewards may have a schedule. global_step: updates so far. All
-    # evaluations use the last value, so that they score alike.
+    # For functions of --reward-fn with a schedule. global_step: updates so far; in evaluations, all of them.
     trainer_state = transformers.TrainerState(max_steps=updates, global_step=updates)
     # get_scores(examples, responses, response_tokens) -> dict: name of the reward -> [B]
-    get_scores = load_reward(args, trainer_state, device)
-    train_prompts, held_out, counts = load_prompts(args, tokenizer)
+    get_scores = partial(score_responses, load_functions(args.reward_fn), trainer_state, device)
+    train_prompts, held_out = load_prompts(args, tokenizer)
     policy = load_policy(args, args.model_name_or_path, device)
     has_kl = args.kl_coef != 0
     ref_model = load_reference(args, policy, args.model_name_or_path, device) if has_kl else None
-    check_model(policy, args.model_name_or_path, args.max_prompt_length + T)
-    # Three names for the same weights. `policy`, the Hugging Face model, generates. `model` wraps it: its
-    # forward pass gives log-probabilities. `learner` is what the optimizer trains: `model` itself, DDP around
-    # it or, with FSDP2 and ZeRO-3, a sharded copy. copy_weights copies that back after each update.
-    model = Policy(policy)
+    check_model(policy, args.max_prompt_length + T)
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)  # [any number]
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
+    if is_bf16:
+        round_frozen_weights(policy, only_if_exact=True)
+    model = Policy(policy)
+    learner, optimizer = make_learner(model, args, accelerator)  # learner: the model, or DDP around it
 
     accelerator.print(
         f"recipe {args.recipe}: {args.model_name_or_path} on {args.dataset_name}, {device}, bf16: {is_bf16}\n"
-        f"tasks whose prompt is complete and short enough: {counts}\n"
         f"batch: {n} responses per pass x {args.gradient_accumulation_steps} accumulated "
         f"x {args.num_mini_batches} minibatches x {world} processes = {B} episodes = {P} prompts x {k}; "
         f"{updates} updates x {args.num_ppo_epochs} epochs x {args.num_mini_batches} minibatches = "
         f"{updates * args.num_ppo_epochs * args.num_mini_batches} optimizer steps"
     )
 
-    learner, optimizer = make_learner(model, args, accelerator)
-    if is_bf16:  # autocast would round frozen weights (with LoRA or shared layers) in every pass
-        round_frozen_weights(policy, only_if_exact=True)
-
-    # The random numbers of an evaluation depend only on the seed, so they are the same before and after
-    # training. In a resumed run too, `before` measures the initial policy, because run.start loads a
-    # checkpoint only below.
-    # respond(batch, args) -> b, responses. It is sample_responses: generate, decode, call get_scores.
+    # The random numbers of an evaluation depend only on the seed, so the evaluations before and after
+    # training use the same ones, and so does a resumed run: run.start loads a checkpoint only below.
+    # respond(batch, args) -> b (a dict of tensors), responses
     respond = partial(sample_responses, policy, tokenizer, stop_ids, get_scores)
     with autocast:
         before = evaluate(respond, held_out, args, accelerator)
 
     state = run.start(B)  # update 0 in a new run
-    copy_weights(learner, model)  # run.start may have loaded a checkpoint into the learner
     is_first_step = True
 
     for update in range(state["update"] + 1, updates + 1):
@@ -395,33 +309,25 @@ def train(args):
         #    result does not depend on the number of processes, up to rounding.
         start_time = time.time()
         trainer_state.global_step = update - 1
-        # Nothing here uses the global generators, but your own reward function might. Each process has its
-        # own seed.
+        # Your reward function may draw from the global generators. Nothing else does.
         set_global_seed(args.seed, update, accelerator.process_index)
-        # The next P prompts of an endless stream of shuffled passes.
         numbers = stream_rows(len(train_prompts), (update - 1) * P, P, args.seed)
         prompt_batch = draw_batch([train_prompts[i] for i in numbers], k, args, update)
         with accelerator.split_between_processes(prompt_batch) as prompt_share, autocast:
-            b, responses = rollout(model, ref_model, tokenizer, stop_ids, get_scores, prompt_share, args)
-        # b, with one row per response: ids, mask [B, C + T]; lengths, stopped, scores, rewards/NAME [B];
-        # sampling_logprobs and, if they are used, logprobs (old) and ref_logprobs [B, T]. After gather, it
-        # has the rollouts of all processes. `responses` has only the texts of this process.
-        b = accelerator.gather(b)
+            b, responses = rollout(respond, model, ref_model, prompt_share, args)
+        b = accelerator.gather(b)  # from here, b has the rows of all processes; the texts are only our own
         C = b["ids"].shape[1] - T  # positions of the longest prompt in this batch
-        # To leave out a response, set its row of valid to False here. Then it counts in no loss. (Its reward
-        # does, in the advantages of its group and in the means over responses.)
+        # A row that is set to False here counts in no loss, but still in the advantages of its group.
         valid = length_mask(b["lengths"], T)  # [B, T]
         rollout_end = time.time()
 
         # 2. Advantages: one per response, and the same for all its tokens.
         advantages = grpo_advantages(b["scores"], k)  # [B]
 
-        # 3. Train. Minibatches are drawn from the global batch; each process trains on its share, n rows at
-        #    a time. A minibatch, and each share of it, consists of whole groups, and neighboring rows of a
-        #    group share one pass over their prompt (response_logprobs). If a micro-batch cuts a group, its
-        #    prompt is read once more. The loss is the sum over this process's tokens, divided by the number
-        #    of tokens in the minibatch on all processes (DAPO). So the gradient does not depend on how a
-        #    minibatch is split, up to rounding.
+        # 3. Update. Minibatches are drawn from the global batch; each process trains on its share, n rows
+        #    at a time. Both consist of whole groups, because neighboring rows of a group share one pass over
+        #    their prompt. The loss is the sum over this process's tokens, divided by the number of tokens of
+        #    the minibatch in all processes (DAPO): the gradient does not depend on how a minibatch is split.
         learner.train(args.gradient_checkpointing)  # there is no dropout; only checkpointing needs train mode
         for param_group in optimizer.param_groups:
             param_group["lr"] = learning_rate(args, update, updates)
@@ -432,12 +338,9 @@ def train(args):
             for minibatch in order.split(P // args.num_mini_batches):  # indices of prompts
                 num_tokens = valid.view(P, k, T)[minibatch].sum()
                 with accelerator.split_between_processes(minibatch) as share:
-                    # Row numbers of their responses, short ones first: similar lengths need less padding.
                     rows_of_share = sorted_groups(share, b["lengths"], k, can_reuse_prompts(policy))
-                # Do not drop rows here: accelerate counts the micro-batches (asserted below).
                 for rows in rows_of_share.split(n):
-                    # What follows the longest response is cut off. t is the T of the functions called below.
-                    t = b["lengths"][rows].max().item()
+                    t = b["lengths"][rows].max().item()  # what follows the longest response is cut off
                     mb_valid = valid[rows, :t]  # [n, t]
                     token_advantages = advantages[rows, None].expand(-1, t)  # [n, t]
 
@@ -447,17 +350,15 @@ def train(args):
                             new_logprobs, entropies = learner(
                                 b["ids"][rows, : C + t], b["mask"][rows, : C + t], t, args.temperature
                             )  # [n, t] each, 0 after the end of a response; only these have a gradient
-                        if takes_several_steps(args):
+                        if "logprobs" in b:
                             old_logprobs = b["logprobs"][rows, :t]
-                        else:
-                            old_logprobs = new_logprobs.detach()  # the ratio is 1, but has a gradient
+                        else:  # one step per batch: the ratio is 1, but has a gradient
+                            old_logprobs = new_logprobs.detach()
                         policy_loss, ratio, is_clipped = clipped_policy_loss(
                             new_logprobs, old_logprobs, token_advantages, args.cliprange
                         )
                         token_loss = policy_loss
-                        # k3, as in the GRPO paper. Its gradient is that of KL(reference || policy). (TRL 1.16
-                        # multiplies k3 by the ratio, which makes it that of KL(policy || reference).)
-                        if has_kl:
+                        if has_kl:  # k3, as in the GRPO paper; see kl_per_token for its gradient
                             token_kl = kl_per_token(new_logprobs, b["ref_logprobs"][rows, :t], "k3")
                             token_loss = policy_loss + args.kl_coef * token_kl
                         loss = (token_loss * mb_valid).sum() / num_tokens
@@ -466,15 +367,13 @@ def train(args):
 
                     with torch.no_grad():
                         log_ratio = new_logprobs - old_logprobs
-                        # Generation computes one token at a time, with a cache. How far its log-probabilities
-                        # are from those of a full forward pass:
+                        # How far is generation, one token at a time with a cache, from this forward pass?
                         sampling_gap = (b["sampling_logprobs"][rows, :t] - old_logprobs).abs()
                         max_sampling_gap = torch.maximum(max_sampling_gap, (sampling_gap * mb_valid).max())
                         token_metrics = {
                             "loss/policy_avg": policy_loss,
                             "policy/approxkl_avg": 0.5 * log_ratio**2,
-                            # clipfrac: how often clipping raises the loss above that of the plain ratio.
-                            "policy/clipfrac_avg": is_clipped,
+                            "policy/clipfrac_avg": is_clipped,  # how often clipping changes the loss
                             "policy/entropy_avg": entropies,
                             "val/ratio": ratio,
                             "val/ratio_var": (ratio - 1) ** 2,  # becomes the variance below
@@ -488,8 +387,7 @@ def train(args):
                         metric_sums["tokens"] += mb_valid.sum()
                         for name, x in token_metrics.items():
                             metric_sums[name] += (x * mb_valid).sum()
-                        # No optimizer step since the rollout: these are log-probabilities of one policy.
-                        if is_first_step:
+                        if is_first_step:  # these are log-probabilities of one policy
                             num_valid = mb_valid.sum().clamp(min=1)
                             gap = (log_ratio.abs() * mb_valid).sum() / num_valid
                             assert gap < 0.02, f"rollout and update differ by {gap:.2g} nats per token"
@@ -500,11 +398,9 @@ def train(args):
                 is_first_step = False
                 grad_norm = accelerator.clip_grad_norm_(learner.parameters(), args.max_grad_norm or math.inf)
                 optimizer.step()
-                optimizer.zero_grad()
-        copy_weights(learner, model)
+                optimizer.zero_grad(set_to_none=world == 1)  # DDP keeps gradients in its buckets
 
-        # 4. Log. Metrics that TRL also logs keep its names: RLOOTrainer's (TRL 0.11) and GRPOTrainer's
-        #    (completions/*, rewards/*, frac_reward_zero_std).
+        # 4. Log. Metrics that TRL also logs keep its names.
         metric_sums = accelerator.reduce(dict(metric_sums), "sum")
         tokens_trained = metric_sums.pop("tokens").clamp(min=1)
         update_metrics = {name: x / tokens_trained for name, x in metric_sums.items()}
@@ -513,22 +409,21 @@ def train(args):
         score_std_of_groups = b["scores"].view(P, k).std(1, correction=0)  # [P]
         lengths = b["lengths"].float()
         tokens_per_response = tokens_trained / (B * args.num_ppo_epochs)  # those in the loss
-        # -log p of a whole response, for the sampled tokens. (policy/entropy_avg is exact, and per token.)
-        entropy = -update_metrics.pop("logprob") * tokens_per_response
         metrics = {
             "update": update,
             "episode": update * B,
             "lr": optimizer.param_groups[0]["lr"],
-            "objective/entropy": entropy,
+            # -log p of a response: its entropy, estimated from the sampled tokens
+            "objective/entropy": -update_metrics.pop("logprob") * tokens_per_response,
             "objective/scores": b["scores"].mean(),
             **update_metrics,
-            "grad_norm": unshard(grad_norm),  # of the last optimizer step, before clipping
+            "grad_norm": grad_norm,  # of the last optimizer step, before clipping
             "val/num_eos_tokens": b["stopped"].sum(),
             "env/reward_mean": b["scores"].mean(),  # as objective/scores, because there are no penalties
             "env/reward_std": b["scores"].std(correction=0),
             # The fraction of groups with equal rewards, up to rounding. Their advantages are 0.
             "frac_reward_zero_std": (score_std_of_groups < 1e-6).float().mean(),
-            **reward_means(b),
+            **{f"{key}/mean": x.nanmean().nan_to_num() for key, x in b.items() if key.startswith("rewards/")},
             "completions/mean_length": lengths.mean(),
             "completions/min_length": lengths.min(),
             "completions/max_length": lengths.max(),
@@ -542,13 +437,11 @@ def train(args):
             metrics["objective/kl"] = metrics.pop("kl") * tokens_per_response
             metrics["objective/kl_coef"] = args.kl_coef
         if args.eval_every and update % args.eval_every == 0 and update < updates:
-            trainer_state.global_step = updates  # as in the other evaluations
+            trainer_state.global_step = updates
             with autocast:
                 records = evaluate(respond, held_out, args, accelerator)
             metrics |= {f"eval/{name}": x for name, x in table_metrics(records).items()}
         run.log(metrics)  # tensors become numbers; raises if one is not finite
-        if (b["scores"] == b["scores"][0]).all():
-            accelerator.print("all scores are equal: the reward teaches nothing")
         if args.num_sample_generations and (
             update == 1 or update % max(1, updates // args.num_sample_generations) == 0
         ):
@@ -562,8 +455,7 @@ def train(args):
                 "advantage": advantages[:k, None].expand(k, T),
             }
             if has_kl:
-                kl = kl_per_token(b["sampling_logprobs"][:k], b["ref_logprobs"][:k], "k1")
-                token_columns["kl"] = kl  # [k, T]
+                token_columns["kl"] = kl_per_token(b["sampling_logprobs"][:k], b["ref_logprobs"][:k], "k1")
             prompt = plain_text(prompt_share["examples"][0]["prompt"])
             samples = {"prompt": [prompt] * k, "response": responses[:k], "score": b["scores"][:k].tolist()}
             log_samples(run, update, rows_of(samples), b["lengths"], token_columns)
@@ -588,8 +480,7 @@ def train(args):
 def evaluate(respond, held_out, args, accelerator):
     """Solve all held-out tasks, with the same random numbers before and after training.
 
-    held_out: dict: name -> tasks. Returns a dict: name -> records (see evaluate_set), one for each set of
-    tasks, and "greedy".
+    held_out: dict: name -> tasks. -> dict: name -> records (see evaluate_set), also for "greedy"
     """
     records = {name: evaluate_set(respond, tasks, args, accelerator) for name, tasks in held_out.items()}
     # Nearly greedy decoding: does the policy know the answer, but lose it in sampling?
@@ -610,19 +501,16 @@ def evaluate_set(respond, tasks, args, accelerator):
         length        k int, in tokens
         rewards/NAME  k numbers, for each reward function; None: it does not apply
     """
-    # Nothing here uses the global generators, but your own reward function might.
-    set_global_seed(args.seed, "held-out", accelerator.process_index)
     k = args.num_eval_samples
     records = []
     with accelerator.split_between_processes(draw_batch(tasks, k, args, "held-out")) as share:
         if share["examples"]:  # there may be more processes than tasks
             b, responses = respond(share, args)
-            scores_by_name = {name: x for name, x in b.items() if name.startswith("rewards/")}
+            columns = {name: x for name, x in b.items() if name.startswith("rewards/")}
             first_score = torch.full_like(b["lengths"], math.nan, dtype=torch.float)  # [P * k]
-            for score in scores_by_name.values():
+            for score in columns.values():
                 first_score = torch.where(first_score.isnan(), score, first_score)
-            columns = scores_by_name | {"right": first_score >= 1}
-            columns |= {"ended": b["stopped"], "length": b["lengths"]}
+            columns |= {"right": first_score >= 1, "ended": b["stopped"], "length": b["lengths"]}
             for i, task in enumerate(share["examples"]):
                 group = slice(i * k, (i + 1) * k)
                 record = {"task": plain_text(task["prompt"]), "responses": responses[group]}
@@ -668,8 +556,7 @@ def task_metrics(records, is_greedy=False):
 def distinct_bigrams(texts):
     """Different pairs of neighboring words / all pairs, in all texts (compare Li et al. 2016). -> float
 
-    It falls if a policy repeats itself, even if no two responses are equal. It also falls as the number of
-    texts grows, so compare only equal numbers of texts.
+    It falls if a policy repeats itself. It also falls as the number of texts grows.
     """
     pairs = []
     for text in texts:
@@ -713,29 +600,29 @@ def generator_for(seed, *purpose):
 
 
 @torch.no_grad()
-def rollout(model, ref_model, tokenizer, stop_ids, get_scores, batch, args):
+def rollout(respond, model, ref_model, batch, args):
     """Sample k responses to each task, reward them, and compute old and reference log-probabilities.
 
-    get_scores: from load_reward; batch: from draw_batch. Returns
-    - the dict of sample_responses, and scores (the weighted sum of the rewards) [P * k]; logprobs (if
-      takes_several_steps), ref_logprobs (if kl_coef is not 0) [P * k, T]
+    respond: sample_responses, with everything but batch and args filled in; batch: from draw_batch. Returns
+    - the dict of sample_responses, and scores (the weighted sum of the rewards) [P * k]; logprobs (old ones,
+      if a batch has several optimizer steps), ref_logprobs (if kl_coef is not 0) [P * k, T]
     - the responses, P * k str
     """
-    # sample_responses also calls get_scores, whose results are the rewards/NAME in b.
-    b, responses = sample_responses(model.policy, tokenizer, stop_ids, get_scores, batch, args)
-    scores_by_name = {name: x for name, x in b.items() if name.startswith("rewards/")}
-    b["scores"] = weighted_sum(scores_by_name, args.reward_weights)  # [P * k]
+    b, responses = respond(batch, args)
+    scores_by_name = [x for name, x in b.items() if name.startswith("rewards/")]
+    weights = args.reward_weights or [1.0] * len(scores_by_name)
+    scores = zip(weights, scores_by_name, strict=True)
+    b["scores"] = sum(weight * x.nan_to_num() for weight, x in scores)  # nan: does not apply to a row
 
-    # Old log-probabilities, the denominator of the ratio. With one optimizer step per batch, the policy does
-    # not change before the update, and train uses its new log-probabilities as the old ones. With several
-    # steps they are computed here, by a forward pass over the whole responses. Log-probabilities from
-    # generation differ more: they are only checked and logged.
-    P, k, T = batch["uniforms"].shape
-    C = b["ids"].shape[1] - T
-    if takes_several_steps(args):
+    # With one optimizer step per batch, the policy does not change before the update, and train uses its new
+    # log-probabilities as the old ones. With several steps, old ones are computed here, exactly as in the
+    # update: those from generation differ more, and are only checked and logged.
+    if args.num_ppo_epochs * args.num_mini_batches > 1:
         b["logprobs"] = torch.zeros_like(b["sampling_logprobs"])
     if args.kl_coef != 0:
         b["ref_logprobs"] = torch.zeros_like(b["sampling_logprobs"])
+    P, k, T = batch["uniforms"].shape
+    C = b["ids"].shape[1] - T
     groups = torch.arange(P, device=b["ids"].device)
     sorted_rows = sorted_groups(groups, b["lengths"], k, can_reuse_prompts(model.policy))
     for rows in sorted_rows.split(args.per_device_train_batch_size):
@@ -746,21 +633,6 @@ def rollout(model, ref_model, tokenizer, stop_ids, get_scores, batch, args):
         if "ref_logprobs" in b:
             b["ref_logprobs"][rows, :t] = reference_logprobs(ref_model, model.policy, *inputs)
     return b, responses
-
-
-def weighted_sum(scores, weights=None):
-    """The sum of weight * score.
-
-    scores: dict of name -> [B]; weights: floats in the same order, or None for 1 each. -> [B]
-    A nan means that a score does not apply to a row (the function returned None), and counts as 0.
-    """
-    weights = weights or [1.0] * len(scores)
-    return sum(weight * values.nan_to_num() for weight, values in zip(weights, scores.values(), strict=True))
-
-
-def takes_several_steps(args):
-    """True if the policy changes while it learns from a batch. Only then can a ratio differ from 1."""
-    return args.num_ppo_epochs * args.num_mini_batches > 1
 
 
 def sorted_groups(groups, lengths, k, reuses_prompts):
@@ -805,11 +677,11 @@ def sample_responses(policy, tokenizer, stop_ids, get_scores, batch, args):
 
     # 2. Decode and reward.
     response_tokens = list_tokens(tokens, valid)
-    # A stop token is not part of the text, unless --stop-token-id names an ordinary one, such as ".".
-    cut_ids = {*stop_ids.tolist()}
-    if args.stop_token_id is not None:
-        cut_ids &= {*tokenizer.all_special_ids}
-    text_tokens = [ids[:-1] if ids[-1] in cut_ids else ids for ids in response_tokens]
+    is_text = valid & ~is_stop
+    if args.stop_token_id is not None:  # it may name an ordinary token, such as ".", which is text
+        special_ids = torch.tensor(tokenizer.all_special_ids, device=tokens.device)
+        is_text |= is_stop & ~torch.isin(tokens, special_ids)
+    text_tokens = list_tokens(tokens, is_text)
     _, responses = decode(tokenizer, list_tokens(prompt_ids, prompt_mask), text_tokens)  # P * k str
     examples = [example for example in batch["examples"] for _ in range(k)]
     scores_by_name = get_scores(examples, responses, response_tokens)  # name -> [P * k]
@@ -907,7 +779,7 @@ def response_lengths(tokens, stop_ids):
 
 
 class Policy(nn.Module):
-    """The policy with the forward pass of the update, so that DDP, FSDP2 or DeepSpeed can wrap it."""
+    """The policy with the forward pass of the update, so that DDP or DeepSpeed can wrap it."""
 
     def __init__(self, policy):
         super().__init__()
@@ -943,7 +815,7 @@ def response_logprobs(lm, ids, mask, T, temperature):
     valid = mask[:, -T:]
     rows, columns = valid.nonzero(as_tuple=True)  # only once, because nonzero waits for the GPU
     flat_hidden, flat_tokens = hidden[rows, columns], ids[:, -T:][rows, columns]
-    # log softmax of token_logits at the tokens, and its entropies. Part II computes them in chunks of rows.
+    # log softmax of token_logits at the tokens, and its entropies
     logprobs, entropies = token_logprobs(flat_hidden, head.weight, flat_tokens, temperature, head.bias)
     zeros = torch.zeros(valid.shape, device=ids.device)
     return zeros.masked_scatter(valid, logprobs), zeros.masked_scatter(valid, entropies)
@@ -1005,72 +877,134 @@ def token_logits(hidden, weight, temperature=1.0, bias=None):
         return F.linear(hidden, weight.float(), None if bias is None else bias / temperature)
 
 
+def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
+    """log softmax((hidden @ weight.T + bias) / temperature) at the tokens, and the entropies of the softmax.
+
+    hidden [N, H], weight [V, H], tokens [N], bias [V] or None -> logprobs, entropies, both fp32 [N], in nats.
+    The logits of all N tokens may need more memory than the model, so they are computed in chunks of rows.
+    Chunks within the budget stay in memory for the backward pass; the others are computed again there.
+    """
+    budget = 2**26 if hidden.is_cuda else 2**25  # numbers: 256 or 128 MiB; twice that while they are kept
+    rows_at_once = budget // len(weight) if hidden.is_cuda else 128
+
+    def logprobs_of_chunk(hidden, tokens):
+        log_p = token_logits(hidden, weight, temperature, bias).log_softmax(1)  # [rows, V]
+        return log_p.gather(1, tokens[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(1)
+
+    outputs = []
+    for i, chunk in enumerate(zip(hidden.split(rows_at_once), tokens.split(rows_at_once))):
+        if (i + 1) * rows_at_once * len(weight) <= budget:
+            outputs.append(logprobs_of_chunk(*chunk))
+        else:
+            outputs.append(checkpoint(logprobs_of_chunk, *chunk, use_reentrant=False))
+    logprobs, entropies = zip(*outputs)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
 # ============================================================================================================
-# Part II: infrastructure. Nothing below is needed to understand GRPO. To write a reward function, read
-# call_reward_functions; to bring your own data, load_splits and task_prompt. The scripts share most of these
-# functions, copied verbatim, so some arguments are not used in this one.
+# Part II: infrastructure. Nothing below is needed to understand GRPO: it covers recipes, models, rewards,
+# data, files and flags. The scripts share these functions, copied verbatim. check.py checks flags and data.
 # ============================================================================================================
 
 SCRIPT = Path(__file__).stem
 HERE = Path(__file__).resolve().parent  # recipes name folders next to this file
 
 
-class UserError(Exception):
-    """An error the user can fix: printed on one line, exit code 2.
+BOXED = "Think step by step, and put your final answer within \\boxed{}."
+RECIPES = {
+    "tiny": Args(  # a small model and tasks that come with this repository
+        optimizer="torch.optim.AdamW",  # with weight decay 0.01; in the other recipes and in TRL, it is 0
+        model_name_or_path="checkpoints/arithmetic-sft",
+        dataset_name="data/arithmetic",
+        hard_dataset_name="data/arithmetic-hard",
+        prompt_template=None,
+        dtype="float32",
+        total_episodes=25_600,
+        per_device_train_batch_size=64,
+        gradient_accumulation_steps=4,
+        local_rollout_forward_batch_size=256,
+        max_prompt_length=64,
+        response_length=48,
+        learning_rate=5e-5,
+        num_sample_generations=3,
+    ),
+    "gsm8k-qwen-0.5b": Args(  # large micro-batches, for a GPU with 80 GB: 5 minutes of updates on an H200
+        system_prompt=BOXED,
+        total_episodes=13_056,
+        per_device_train_batch_size=32,
+        gradient_accumulation_steps=8,
+        local_rollout_forward_batch_size=256,
+        learning_rate=3e-6,
+    ),
+    "gsm8k-qwen-1.5b": Args(
+        system_prompt=BOXED,
+        model_name_or_path="Qwen/Qwen2.5-1.5B-Instruct",
+        gradient_checkpointing=True,
+        save_every=50,  # a checkpoint takes 18 GB
+    ),
+    "smollm2-word-problems": Args(
+        model_name_or_path="runs/smollm2-word-problems/sft/model",  # of sft.py: see docs/real_models.md
+        dataset_name="runs/smollm2-word-problems/word-problems",
+        prompt_template=None,
+        max_prompt_length=192,
+        response_length=48,
+        total_episodes=26_624,
+        per_device_train_batch_size=16,
+        gradient_accumulation_steps=32,
+        learning_rate=2e-5,
+        num_eval_prompts=500,
+        num_sample_generations=3,
+    ),
+    # The task of TinyZero (a small reproduction of DeepSeek-R1-Zero), with two differences: there is no
+    # reward for the format, and the beginning of the response is not given.
+    "countdown-qwen-1.5b": Args(
+        model_name_or_path="Qwen/Qwen2.5-1.5B-Instruct",
+        dataset_name="Jiayi-Pan/Countdown-Tasks-3to4",
+        num_train_rows=50_000,
+        system_prompt=(
+            "You are a helpful assistant. You first think about the reasoning process in your mind and then "
+            "provide the user with the answer."
+        ),
+        prompt_template=(
+            "Using the numbers {nums}, create an equation that equals {target}. You can use basic arithmetic "
+            "operations (+, -, *, /) and each number can only be used once. Show your work in <think> "
+            "</think> tags. And return the final answer in <answer> </answer> tags, for example "
+            "<answer> (1 + 2) / 3 </answer>."
+        ),
+        reward_fn=["data/math_rewards.py:countdown"],
+        gradient_checkpointing=True,
+        save_every=50,
+    ),
+}
 
-    Only for mistakes that would otherwise be silent, and for the most common ones. The libraries report
-    everything else, with a traceback.
-    """
+
+class UserError(Exception):
+    """An error that would otherwise be silent: printed on one line, exit code 2."""
 
 
 # ---- Models ------------------------------------------------------------------------------------------------
 
 
 def resolve_path(name):
-    """Look for a folder in the working directory, then next to this file; else return a Hub name.
-
-    A run folder means the model in it.
-    """
+    """A path here or next to this file, or else a Hub name. A run folder means the model in it."""
     for path in (Path(name), HERE / name):
         if path.exists():
             return str(path / "model" if (path / "model/config.json").exists() else path)
-    # transformers would say that there is no connection to the Hub.
-    if str(name).startswith(("/", ".", "checkpoints/", "data/", "runs/")):
-        raise UserError(f"{name}: no such file or folder")
     return name
 
 
-def load_model(auto_class, name, new_head=False, **kwargs):
-    """A model in fp32 without dropout. If the folder holds a LoRA adapter, it is merged into its base model.
-    Some kinds of layers are replaced by faster equivalents.
-
-    Weights that are missing from the checkpoint would be random, so they are refused. new_head: accept it if
-    those of the head are missing.
-    """
+def load_model(auto_class, name, **kwargs):
+    """A model in fp32 without dropout. Some kinds of layers are replaced by faster equivalents."""
     path = resolve_path(name)
     if transformers.utils.peft_utils.find_adapter_config_file(path) is not None:
-        import peft
-
-        adapter = peft.PeftConfig.from_pretrained(path)
-        new_head = new_head or adapter.task_type == "SEQ_CLS"  # then peft saves the head with the adapter
-        base = load_model(auto_class, adapter.base_model_name_or_path, new_head, **kwargs)
-        model = peft.PeftModel.from_pretrained(base, path).merge_and_unload()
-        model.name_or_path = path  # a new adapter trained on top will name this as its base
-        for p in model.parameters():
-            p.requires_grad_(p.is_floating_point())  # peft froze them
-        return model
-    kwargs |= dict(dtype=torch.float32, output_loading_info=True)
+        raise UserError(f"{name} is a LoRA adapter: merge it first (docs/running.md, LoRA)")
     device = accelerate.PartialState().device
     if device.type == "cuda":  # else the models of all processes would be in the CPU's memory first
         kwargs["device_map"] = {"": device}
-    model, report = auto_class.from_pretrained(path, **kwargs)
-    missing = [*report["missing_keys"], *(key for key, *shapes in report["mismatched_keys"])]
-    if new_head:
-        # Accept missing weights outside of the transformer, and in BERT's pooler, which is part of the head.
-        body = f"{model.base_model_prefix}."
-        missing = [key for key in missing if key.startswith(body) and "pooler" not in key]
-    if missing:
-        raise UserError(f"{name}: weights are missing from the checkpoint, such as {min(missing)}")
+    model, report = auto_class.from_pretrained(path, dtype=torch.float32, output_loading_info=True, **kwargs)
+    missing = [*report["missing_keys"], *report["mismatched_keys"]]
+    if missing:  # they would be random
+        raise UserError(f"{name}: weights are missing from the checkpoint, such as {missing[0]}")
     for module in model.modules():
         for key, value in vars(module).items():
             is_noise = "drop" in key or "jitter" in key or isinstance(module, nn.Dropout)
@@ -1086,94 +1020,36 @@ def load_model(auto_class, name, new_head=False, **kwargs):
     return model
 
 
-def context_length(config):
-    """The number of tokens that a model can read; a million if its config does not say."""
-    context = getattr(config.get_text_config(), "max_position_embeddings", None) or -1
-    return context if context > 0 else 1_000_000
-
-
 def load_tokenizer(name):
     """The tokenizer of a folder or Hub name. If it has no pad token, EOS becomes the pad."""
     tokenizer = AutoTokenizer.from_pretrained(resolve_path(name))
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    # Without tokenizer files, transformers returns a tokenizer with nothing but special and added tokens.
-    if set(tokenizer.get_vocab()) <= set(tokenizer.get_added_vocab()):
-        raise UserError(f"{name} has no tokenizer")
     return tokenizer
 
 
-def refuse_appended_eos(tokenizer, name):
-    """Raise if the tokenizer appends EOS to every text, because a prompt does not end there."""
-    last, last_of_text = tokenizer("a").input_ids[-1], tokenizer("a", add_special_tokens=False).input_ids[-1]
-    if last == tokenizer.eos_token_id and last != last_of_text:
-        raise UserError(f"{name}: its tokenizer appends EOS to every text; set add_eos_token to false")
-
-
-def refuse_two_bos(tokenizer, texts):
-    """Raise if a text (a list of token ids) begins with BOS twice: one of its own, and the tokenizer's."""
-    if tokenizer.bos_token_id is not None and any(ids[:2] == 2 * [tokenizer.bos_token_id] for ids in texts):
-        raise UserError("a text begins with BOS twice: the tokenizer adds one, so remove it from the data")
-
-
 def set_template_options(tokenizer, args):
-    """Make the values of --chat-template-kwargs the defaults of the chat template.
-
-    The template is saved with the model, so the next script and plain transformers render chats alike.
-    """
-    # transformers passes these itself, so their defaults would have no effect.
-    passed = {"messages", "tools", "documents", "add_generation_prompt", *tokenizer.special_tokens_map}
+    """Make the values of --chat-template-kwargs the defaults of the chat template, which the model's folder
+    will contain. So the next script and plain transformers render chats alike."""
     for name, value in json.loads(args.chat_template_kwargs or "{}").items():
-        template = tokenizer.chat_template or ""
-        if name in passed or not re.search(rf"\b{name}\b", template):
-            raise UserError(f"--chat-template-kwargs: the chat template has no option {name}")
-        tokenizer.chat_template = f"{{% set {name} = {name} | default({value!r}) %}}\n{template}"
+        option = f"{{% set {name} = {name} | default({value!r}) %}}"
+        tokenizer.chat_template = f"{option}\n{tokenizer.chat_template}"
 
 
 @torch.no_grad()
-def check_model(lm, name, max_tokens):
-    """Refuse a model unless sampling, update and the model itself compute the same log-probabilities.
-
-    This samples two responses to each of two left-padded prompts. Prompt and response have max_tokens tokens,
-    so that a sliding window shows too. One response ends at its first token, so its row is dropped.
-    """
-    if context_length(lm.config) < max_tokens:
-        raise UserError(
-            f"{name} reads fewer tokens than the {max_tokens} of prompt and response together: lower "
-            "--max-prompt-length or --response-length"
-        )
-    C, T, device = max(max_tokens - 4, 4), 4, lm.device
-    prompt_lengths = torch.tensor([C // 2, C - 1], device=device)
-    ids = torch.randint(lm.config.get_text_config().vocab_size, (2, C), device=device)
-    mask = length_mask(prompt_lengths, C).flip(1)
-    no_stop = torch.tensor([-1], device=device)
-    uniforms = torch.rand(2, 2, T, dtype=torch.float64, device=device)
-    first_tokens, _ = generate(lm.eval(), ids, mask, uniforms[:, :, :1], no_stop, 1.0)
-    stop_id = first_tokens[0, 0]
-    tokens, sampled = generate(lm, ids, mask, uniforms, stop_id, 1.0)  # [4, T] each
-    lengths = response_lengths(tokens, stop_id)
-    ids = torch.cat([ids.repeat_interleave(2, 0), tokens], 1)
-    mask = torch.cat([mask.repeat_interleave(2, 0), length_mask(lengths, T)], 1)
-    updated, _ = response_logprobs(lm.train(), ids, mask, T, 1.0)  # [4, T]
-    compare_logprobs(lm, name, ids, mask, lengths, sampled, updated)
-
-
-def compare_logprobs(lm, name, ids, mask, lengths, *ours):
-    """Refuse a model whose own log-probabilities of the responses differ from those that we computed.
-
-    ids, mask [B, C + T]; lengths of the responses [B]; ours: computed in two ways, [B, T] each
-    """
-    # Some models squash their logits: Gemma 2 computes 30 * tanh(logits / 30). That shows only when
-    # logits are large. So they are multiplied by 64 before the tanh, and divided by 64 after it.
+def check_model(lm, max_tokens):
+    """Raise if the model's own log-probabilities of a text differ from ours, which read it left-padded."""
+    length = max(max_tokens - 3, 2)  # and three positions of padding
+    ids = torch.randint(lm.config.get_text_config().vocab_size, (1, length), device=lm.device)
+    mask = F.pad(torch.ones_like(ids, dtype=torch.bool), (3, 0))
+    ours, *_ = response_logprobs(lm.train(), F.pad(ids, (3, 0)), mask, length - 1, 1.0)
+    # Gemma 2 computes 30 * tanh(logits / 30), which shows only if logits are large. So multiply them by 64,
+    # and divide what the model makes of them by 64. Without a cap, nothing changes.
     hook = lm.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: 64 * logits)
-    own = torch.zeros(len(ids), device=ids.device)  # sums over the tokens of a response
-    for row, length in enumerate(lengths.tolist()):
-        text = ids[row, mask[row]]  # without padding
-        logits = lm(text[None], logits_to_keep=length + 1).logits[0, :-1].float() / 64  # [length, V]
-        own[row] = -F.cross_entropy(logits, text[-length:], reduction="sum")
+    logits = lm.eval()(ids).logits[0, :-1].float() / 64
     hook.remove()
-    gap = (torch.stack(ours).sum(2) - own).abs().max()
-    if not gap < (0.3 if getattr(lm, "is_quantized", False) else 0.1):  # 8-bit weights are rounded
-        raise UserError(f"{name} does not work here: its own log-probabilities differ from ours by {gap:.2g}")
+    gap = (ours.flatten() + F.cross_entropy(logits, ids[0, 1:], reduction="none")).abs().mean()
+    if not gap < 0.1:
+        raise UserError(f"{lm.name_or_path} does not work here: its log-probabilities differ by {gap:.2g}")
 
 
 def can_reuse_prompts(model):
@@ -1184,7 +1060,7 @@ def can_reuse_prompts(model):
     """
     layers = transformers.DynamicCache(config=model.config).layers
     has_states = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
-    return not (has_states or model.is_activation_checkpointing)
+    return not (has_states or model.is_gradient_checkpointing)
 
 
 def trainable(module):
@@ -1197,22 +1073,17 @@ def transformer_layers(model):
     return max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
 
 
-@torch.no_grad()
 def round_frozen_weights(model, only_if_exact):
-    """Store the frozen weights of linear layers in bf16. Under autocast in bf16, no result changes.
+    """Store frozen weights of linear layers in bf16, because autocast would round them in every pass.
 
-    Autocast would round them in every forward pass, because it keeps rounded copies of trained weights only.
-    only_if_exact: leave out weights that would change, because the model is saved. (A checkpoint in bf16 has
-    none.) Call it after make_learner: FSDP2 shards layers whose weights have one dtype.
+    only_if_exact: leave out weights that would change, because the model is saved.
     """
     for layer in transformer_layers(model).modules():
         if isinstance(layer, (nn.Linear, transformers.pytorch_utils.Conv1D)):
             weight = layer.weight
-            if weight.requires_grad or weight.dtype != torch.float32:  # trained, or quantized
-                continue
-            rounded = weight.bfloat16()
-            if not only_if_exact or torch.equal(rounded.float(), weight):
-                weight.data = rounded
+            is_frozen = weight.dtype == torch.float32 and not weight.requires_grad
+            if is_frozen and not (only_if_exact and (weight.bfloat16() != weight).any()):
+                weight.data = weight.bfloat16()
 
 
 def add_lora(model, args):
@@ -1223,41 +1094,20 @@ def add_lora(model, args):
     names = args.lora_target_modules.replace(" ", "").split(",")
     targets = "all-linear" if names == ["all-linear"] else names
     config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=targets)
-    model = peft.get_peft_model(model, config)
-    found = {layer.split(".")[-1] for layer in model.targeted_module_names}
-    if targets != "all-linear" and found != set(names):  # peft complains only if it finds none
-        raise UserError(f"--lora-target-modules {','.join(names)}: only {found} are names of layers")
-    # Some scripts read the output layer's weights, without an adapter. Embeddings may share these weights.
-    base = model.get_base_model()
-    if any(hasattr(x, "base_layer") for x in (base.get_input_embeddings(), base.get_output_embeddings())):
-        raise UserError("--lora-target-modules: embeddings and the output layer cannot have an adapter")
-    return model
-
-
-def freeze_layers(policy, count):
-    """Freeze the policy's embeddings and first layers. load_reference shares them."""
-    layers = transformer_layers(policy)
-    if count > len(layers):
-        raise UserError(f"--num-shared-layers {count}: the model has {len(layers)} layers")
-    embeddings = [m for m in policy.modules() if isinstance(m, nn.Embedding)]
-    for module in (*embeddings, *layers[:count]):
-        module.requires_grad_(False)
+    return peft.get_peft_model(model, config)
 
 
 def load_policy(args, name, device):
-    """The policy to train."""
-    if args.num_shared_layers and (args.lora_r or args.load_in_8bit):
-        raise UserError("--num-shared-layers cannot be combined with --lora-r or --load-in-8bit")
+    """The policy to train: whole, with a LoRA adapter, or with frozen embeddings and first layers."""
     policy = load_model(AutoModelForCausalLM, name, **(eight_bit(args) if args.lora_r else {})).to(device)
-    if not all(p.is_floating_point() for p in policy.parameters()) and not args.lora_r:
-        raise UserError(f"{name}: quantized weights cannot be trained: add --lora-r 16")
     if args.lora_r:
         policy = add_lora(policy, args)
     if args.num_shared_layers:
-        freeze_layers(policy, args.num_shared_layers)
+        embeddings = [m for m in policy.modules() if isinstance(m, nn.Embedding)]
+        for module in (*embeddings, *transformer_layers(policy)[: args.num_shared_layers]):
+            module.requires_grad_(False)
     if args.gradient_checkpointing:
-        # transformers' new name for gradient_checkpointing_enable
-        policy.activation_checkpointing_enable(dict(use_reentrant=False))
+        policy.gradient_checkpointing_enable(dict(use_reentrant=False))
     return policy
 
 
@@ -1267,7 +1117,7 @@ def load_reference(args, policy, name, device):
         return None
     if args.num_shared_layers:
         frozen = {id(p): p for p in policy.parameters() if not p.requires_grad}
-        ref_model = copy.deepcopy(policy, memo=frozen)  # what is in the memo is not copied
+        ref_model = copy.deepcopy(policy, memo=frozen)  # what is in the memo is shared, not copied
     else:
         ref_model = load_model(AutoModelForCausalLM, name, **eight_bit(args)).requires_grad_(False)
         if wants_bf16(args, device):
@@ -1277,12 +1127,9 @@ def load_reference(args, policy, name, device):
 
 def eight_bit(args):
     """What from_pretrained needs for --load-in-8bit."""
-    if not args.load_in_8bit:
-        return {}
-    # Threshold 0: each token is rounded alone. With the default, 6, some columns are kept in 16 bits. Which
-    # ones depends on the batch, and then the log-probabilities would too.
+    # Threshold 0: each token is rounded alone. With the default, log-probabilities would depend on the batch.
     config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
-    return dict(quantization_config=config)
+    return dict(quantization_config=config) if args.load_in_8bit else {}
 
 
 def save_policy(policy, tokenizer, folder):
@@ -1294,64 +1141,6 @@ def save_policy(policy, tokenizer, folder):
             policy = policy.merge_and_unload()
     policy.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-# ---- Log-probabilities and entropies of tokens -------------------------------------------------------------
-
-
-def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
-    """log softmax((hidden @ weight.T + bias) / temperature) at the tokens, and the entropies of the softmax.
-
-    hidden [N, H], weight [V, H], tokens [N], bias [V] or None -> logprobs, entropies, both fp32 [N], in nats.
-    Both are differentiable: the loss may contain an entropy bonus.
-
-    The logits of all N tokens may need more memory than the model, so they are computed in chunks of rows.
-    Chunks within the budget stay in memory for the backward pass; the others are computed again there. On a
-    CPU, a chunk has 128 rows. A GPU is faster with few large products, so one chunk fills the budget.
-    """
-    is_cuda = hidden.device.type == "cuda"
-    budget = 2**26 if is_cuda else 2**25  # logits: 256 or 128 MiB
-    rows_at_once = budget // len(weight) if is_cuda else 128
-
-    def logprobs_of_chunk(hidden, tokens):
-        logits = token_logits(hidden, weight, temperature, bias)  # [rows, V]
-        return LogprobsAndEntropies.apply(logits, tokens)
-
-    outputs = []
-    for i, chunk in enumerate(zip(hidden.split(rows_at_once), tokens.split(rows_at_once))):
-        is_kept = (i + 1) * rows_at_once * len(weight) <= budget  # on a GPU, only the first chunk
-        if is_kept:
-            outputs.append(logprobs_of_chunk(*chunk))
-        else:
-            outputs.append(checkpoint(logprobs_of_chunk, *chunk, use_reentrant=False))
-    logprobs, entropies = zip(*outputs)
-    return torch.cat(logprobs), torch.cat(entropies)
-
-
-class LogprobsAndEntropies(torch.autograd.Function):
-    """log softmax at the tokens, and the entropies of the softmax. [N, V], [N] -> [N], [N]
-
-    As separate operations, the entropies would keep [N, V] numbers for a backward pass that never runs if the
-    loss does not contain them.
-    """
-
-    @staticmethod
-    def forward(ctx, logits, tokens):
-        log_p = torch.log_softmax(logits, 1)  # [N, V]
-        ctx.save_for_backward(log_p, tokens)
-        ctx.set_materialize_grads(False)  # None for a result that the loss does not contain
-        return log_p.gather(1, tokens[:, None]).squeeze(1), -log_p.exp().mul_(log_p).sum(1)
-
-    @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropies):
-        log_p, tokens = ctx.saved_tensors
-        grad = torch.zeros_like(log_p)  # of log_p
-        if grad_logprobs is not None:
-            grad.scatter_(1, tokens[:, None], grad_logprobs[:, None])
-        if grad_entropies is not None:
-            # -p * (log_p + 1), but the gradient of log_softmax cancels the 1.
-            grad -= grad_entropies[:, None] * log_p.exp() * log_p
-        return torch.ops.aten._log_softmax_backward_data(grad, log_p, 1, log_p.dtype), None
 
 
 # ---- Token steps that a GPU records ------------------------------------------------------------------------
@@ -1476,27 +1265,14 @@ class FixedSizeLayer(DynamicLayer):
 # ---- Rewards -----------------------------------------------------------------------------------------------
 
 
-def load_reward(args, trainer_state, device):
-    """The functions of --reward-fn, as one function.
-
-    -> score_responses, with its first arguments filled in
-    """
-    return partial(score_responses, load_functions(args.reward_fn), trainer_state, device)
-
-
 def load_functions(names):
     """Import functions that are named FILE.py:function. -> dict: name -> function"""
     functions = {}
     for name in names:
         path, _, function = name.rpartition(":")
-        if not path:
-            raise UserError(f"{name}: name a function as FILE.py:function")
         path = Path(resolve_path(path)).absolute()
         sys.path.insert(0, str(path.parent))  # so that the file can import its neighbors
-        module = importlib.import_module(path.stem)
-        if Path(module.__file__) != path or function in functions:
-            raise UserError(f"{name}: there is another module {path.stem}, or another function {function}")
-        functions[function] = getattr(module, function)
+        functions[function] = getattr(importlib.import_module(path.stem), function)
     return functions
 
 
@@ -1530,40 +1306,26 @@ def call_reward_functions(functions, trainer_state, device, rows, prompts, compl
             return [float(text.endswith(right)) for text, right in zip(completions, answer)]
 
     If prompts are lists of messages, a completion is one too: its text is completion[0]["content"].
-    rows: for each response, a dict with the columns of the data. A function gets each column except prompt as
-    a list with one entry per response. trainer_state.global_step is the number of updates so far; max_steps
-    is the total. A function returns one number per response, or None if it does not apply: that counts as 0.
+    rows: for each response, a dict with the columns of the data. A function gets each column as a list with
+    one entry per response, and returns one number per response, or None if it does not apply.
     -> dict: name of the function -> fp32 [B], nan where it does not apply
     """
     columns = {name for row in rows for name in row} - {"prompt"}
     inputs = {name: [row.get(name) for row in rows] for name in columns}
-    # A data column with one of these names raises a TypeError here.
     inputs = dict(prompts=prompts, completions=completions, completion_ids=completion_ids, **inputs)
     rewards = {}
     for name, function in functions.items():
         # A function may change what it gets, so every function and every response has a copy.
         own = {key: [copy.deepcopy(x) for x in values] for key, values in inputs.items()}
-        try:
-            with torch.autocast(device.type, enabled=False):
-                scores = list(function(**own, trainer_state=trainer_state))
-        except Exception as error:
-            error.add_note(f"in the function {name}, called with {', '.join(sorted(own))}")
-            raise
-        if len(scores) != len(rows):
-            raise UserError(f"function {name}: {len(scores)} numbers for {len(rows)} responses")
-        if not all(score is None or math.isfinite(score) for score in scores):
-            raise UserError(f"function {name}: a number is not finite")
+        with torch.autocast(device.type, enabled=False):
+            scores = list(function(**own, trainer_state=trainer_state))
         numbers = [math.nan if score is None else float(score) for score in scores]
+        wrong = [i for i, score in enumerate(scores) if score is not None and not math.isfinite(score)]
+        if wrong or len(scores) != len(rows):
+            row = f"; row {rows[wrong[0]]}: {scores[wrong[0]]}" if wrong else ""
+            raise UserError(f"function {name} must return a finite number, or None, per response{row[:300]}")
         rewards[name] = torch.tensor(numbers, device=device)
     return rewards
-
-
-def reward_means(b):
-    """The means of b["rewards/NAME"] over the responses to which a function applies; 0 if there is none.
-
-    -> dict: name -> mean
-    """
-    return {f"{name}/mean": x.nanmean().nan_to_num() for name, x in b.items() if name.startswith("rewards/")}
 
 
 # ---- Data --------------------------------------------------------------------------------------------------
@@ -1572,34 +1334,21 @@ def reward_means(b):
 def load_splits(name):
     """The training and held-out rows of a data set, as lists of dict.
 
-    name: a file that read_rows reads, which is train; a folder with such files, named after their splits
-    (train.jsonl, or parts: train-*.jsonl); or anything that datasets.load_dataset reads, as NAME or
-    NAME:CONFIG. The held-out rows are the split test; without it, validation; without both, a random tenth of
-    train (the same one for every --seed).
+    name: a file (jsonl, csv, parquet); a folder with train.jsonl, test.jsonl and so on, or their parts; or
+    what datasets.load_dataset reads, as NAME or NAME:CONFIG. Held out is the split test; without it,
+    validation; without both, a random tenth of train, the same for every --seed.
     """
     splits, path = {}, Path(resolve_path(name))
     if path.is_file():
         splits["train"] = read_rows(path)
-    for split, names in (("train", "train"), ("validation", "validation|valid|val|dev"), ("test", "test")):
-        pattern = rf"({names})(-.*)?\.(jsonl|jsonl\.gz|csv|parquet)"
-        files = [file for file in sorted(path.glob("*")) if re.fullmatch(pattern, file.name)]
-        if len({re.sub(r"-.*(?=\.)", "-", file.name) for file in files}) > 1:  # not parts of one file
-            raise UserError(f"{name}: which file is {split}? {', '.join(file.name for file in files)}")
-        if files:
-            splits[split] = [row for file in files for row in read_rows(file)]
+    for split in ("train", "validation", "test"):
+        for file in sorted(path.glob(f"{split}*")):  # train.jsonl, or train-00000-of-00002.jsonl and so on
+            if re.fullmatch(rf"{split}(-.*)?\.(jsonl|jsonl.gz|csv|parquet)", file.name):
+                splits.setdefault(split, []).extend(read_rows(file))
     if not splits:
         path, _, config = resolve_path(name).partition(":")
         loaded = datasets.load_dataset(path, config or None)
-        readers = {rows.info.builder_name for rows in loaded.values()}
-        if Path(path).exists() and readers & {"json", "csv"}:
-            # They turn "2024-01-15" into a timestamp, "NA" into None, and a 1 next to a 2.5 into 1.0.
-            raise UserError(
-                f"{name}: JSON files must be train.jsonl and test.jsonl, one object per line, csv files "
-                "train.csv and test.csv"
-            )
         splits = {split: rows.to_list() for split, rows in loaded.items()}
-    if not splits.keys() & {"train", "validation", "test"}:
-        raise UserError(f"{name}: its splits are {', '.join(splits)}, but they must be called train and test")
     train = splits.get("train", [])
     source = "test" if splits.get("test") else "validation"
     held_out = splits.get(source)
@@ -1610,61 +1359,35 @@ def load_splits(name):
         train.sort(key=lambda row: [random.Random(repr(x)).random() for x in (row.get("prompt"), row)])
         count = math.ceil(len(train) / 10)
         held_out, train = train[:count], train[count:]
-    for row in train + held_out:  # whitespace is as good as no text
-        row.update({column: "" for column, x in row.items() if isinstance(x, str) and x.isspace()})
-    columns = ", ".join((train + held_out or [{}])[0])
-    kind = "prompt" if "prompt" in columns.split(", ") else "row"
-    known = {repr(row.get("prompt") or row) for row in train}
-    held = [repr(row.get("prompt") or row) for row in held_out]
-    repeated = sum(x in known for x in held)
-    if len({*held}) < len(held):
-        source += f"; {len({*held})} different {kind}s"
-    accelerate.PartialState().print(
-        f"{name}: columns {columns}; {len(held_out)} rows are held out ({source}), {repeated} of them with "
-        f"a {kind} that is also in train"
-    )
+    accelerate.PartialState().print(f"{name}: {len(train)} rows, and {len(held_out)} held out: {source}")
     return train, held_out
 
 
 def read_rows(path):
-    """The rows of a file (.jsonl, .jsonl.gz, .csv, .parquet), with their values as they are. -> list of dict
-
-    In a csv file, all values are texts: 007 is "007", and an empty cell is "".
-    """
+    """The rows of a file, with their values as written: in csv, all are texts. -> list of dict"""
     if path.suffix == ".parquet":
         return datasets.Dataset.from_parquet(str(path)).to_list()
-    rows = []
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig", newline="") as file:
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
         if path.suffix == ".csv":
-            reader = csv.DictReader(file, strict=True)
-            for row in reader:
-                if len(row) != len(reader.fieldnames) or None in row.values():
-                    raise UserError(f"{path}, line {reader.line_num}: not one value for each column")
-                rows.append(row)
-            return rows
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
-                    rows.append(json.loads(line))
-                except json.JSONDecodeError as error:
-                    raise UserError(f"{path}, line {number}: {error}") from error
-    return rows
+            return list(csv.DictReader(file, strict=True))
+        return [json.loads(line) for line in file if line.strip()]
 
 
 def load_prompts(args, tokenizer):
-    """Training tasks (a list, from load_tasks); held-out tasks (a dict: name -> list); how many rows of the
-    data were kept (a line to print).
-    """
+    """-> training tasks; dict: name -> held-out tasks. Tasks are a list of dict, from load_tasks"""
     train_rows, held_out_rows = load_splits(args.dataset_name)
     if args.num_train_rows is not None:  # the same ones for every --seed
         train_rows = random.Random(0).sample(train_rows, min(args.num_train_rows, len(train_rows)))
-    splits = {"training": train_rows, "held-out": held_out_rows}
+    splits = {"held-out": held_out_rows}
     if args.hard_dataset_name is not None:
         _, splits["harder"] = load_splits(args.hard_dataset_name)
-    tasks = {name: load_tasks(rows, tokenizer, args) for name, rows in splits.items()}
-    counts = ", ".join(f"{len(tasks[name])} of {len(rows)} {name}" for name, rows in splits.items())
-    train_tasks = tasks.pop("training")
-    return train_tasks, {name: choose_tasks(x, args) for name, x in tasks.items()}, counts
+    held_out = {}
+    for name, rows in splits.items():
+        tasks = load_tasks(rows, tokenizer, args)
+        order = stream_rows(len(tasks), 0, len(tasks), args.seed)
+        held_out[name] = [tasks[i] for i in order[: args.num_eval_prompts]]
+    return load_tasks(train_rows, tokenizer, args), held_out
 
 
 def load_tasks(rows, tokenizer, args):
@@ -1675,73 +1398,46 @@ def load_tasks(rows, tokenizer, args):
     tasks = []
     for row in rows:
         prompt = task_prompt(row, tokenizer, args)
-        if prompt is not None:
-            ids = tokenize_prompt(tokenizer, prompt)
-            if len(ids) <= args.max_prompt_length:
-                tasks.append(dict(ids=ids, prompt=prompt, columns=row))
-    if not tasks:
-        raise UserError(
-            f"no row with a prompt of at most --max-prompt-length {args.max_prompt_length} tokens; columns: "
-            f"{', '.join(rows[0]) if rows else 'none'}; --prompt-template: {args.prompt_template!r}"
-        )
+        ids = [] if prompt is None else tokenize_prompt(tokenizer, prompt)
+        if 0 < len(ids) <= args.max_prompt_length:
+            tasks.append(dict(ids=ids, prompt=prompt, columns=row))
+    accelerate.PartialState().print(f"{len(tasks)} of {len(rows)} rows have a prompt that is short enough")
     return tasks
 
 
 def task_prompt(row, tokenizer, args):
     """The prompt of a row, with the system prompt. -> str or list of messages; None if a part is missing
 
-    The column prompt may be either. What --prompt-template makes is a user's message, if the tokenizer has a
-    chat template.
+    What --prompt-template makes is a user's message, if the tokenizer has a chat template.
     """
     names = ["prompt"]
     if "prompt" not in row:  # the columns that the template names
         names = [name for _, name, _, _ in string.Formatter().parse(args.prompt_template or "") if name]
-    if not names or any(row.get(name) in (None, "", []) for name in names):
+    values = [row.get(name) for name in names]
+    if not names or any(value in (None, []) or not str(value).strip() for value in values):
         return None
-    if "prompt" in row:
-        prompt = row["prompt"]
-        if is_chat(prompt):
-            refuse_template_columns(row, args.dataset_name)
-    else:
+    prompt = row.get("prompt")
+    if "prompt" not in row:
         prompt = args.prompt_template.format(**row)
         if tokenizer.chat_template is not None:
             prompt = [{"role": "user", "content": prompt}]
-    if args.system_prompt is None:
-        return prompt
-    if not is_chat(prompt):
-        return f"{args.system_prompt}\n\n{prompt}"
-    if prompt[0]["role"] == "system":  # the data have their own system message
-        return prompt
-    return [{"role": "system", "content": args.system_prompt}, *prompt]
-
-
-def choose_tasks(tasks, args):
-    """num_eval_prompts of the held-out tasks, in random order."""
-    count = min(args.num_eval_prompts, len(tasks))
-    return [tasks[row] for row in stream_rows(len(tasks), start=0, count=count, seed=args.seed)]
+    if args.system_prompt is not None and not is_chat(prompt):
+        prompt = f"{args.system_prompt}\n\n{prompt}"
+    elif args.system_prompt is not None and prompt[0]["role"] != "system":  # the data may have their own
+        prompt = [{"role": "system", "content": args.system_prompt}, *prompt]
+    return prompt
 
 
 def tokenize_prompt(tokenizer, prompt):
     """The token ids of a prompt, which is a text or a list of messages. -> list"""
     if not is_chat(prompt):
-        ids = tokenizer(prompt).input_ids
-        refuse_two_bos(tokenizer, [ids])
-        return ids
+        return tokenizer(prompt).input_ids
     return tokenizer(render_chat(tokenizer, prompt, is_prompt=True), add_special_tokens=False).input_ids
 
 
 def is_chat(value):
     """True for a list of messages (dicts with role and content), False for a text."""
-    if isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["'](role|content)""", value):
-        raise UserError(f"a chat must be a list of messages, but this one is a JSON text: {value[:60]}")
     return isinstance(value, list) and len(value) > 0
-
-
-def refuse_template_columns(row, name):
-    """Raise if a row with a chat has other columns that its chat template would need."""
-    for column in ("tools", "chat_template_kwargs", "images", "image"):
-        if row.get(column):
-            raise UserError(f"{name}: chats with the column {column} are not supported")
 
 
 def render_chat(tokenizer, messages, is_prompt=False):
@@ -1751,14 +1447,6 @@ def render_chat(tokenizer, messages, is_prompt=False):
     is_prompt: end where the assistant continues: after the header of its turn or, if the last message is its
     own, inside that message. -> str
     """
-    for message in messages:
-        if not isinstance(message.get("content"), str):  # templates write a list as Python prints it
-            raise UserError(f"the content of a message must be a text: {str(message)[:200]}")
-        others = {key for key, x in message.items() if x not in (None, "", [], {})} - {"role", "content"}
-        if others:  # the template may read them, as message.key or message['key']
-            others -= {*re.findall(r"""[.'"](\w+)""", str(tokenizer.chat_template))}
-        if others:
-            raise UserError(f"a message has {sorted(others)}, which the chat template does not read")
     is_begun = messages[-1]["role"] == "assistant" and is_prompt  # the policy goes on with this message
     return tokenizer.apply_chat_template(
         messages,
@@ -1810,16 +1498,10 @@ def set_global_seed(seed, *purpose):
 def find_stop_tokens(args, tokenizer, policy):
     """The ids of the tokens that end a response, as the flags say. -> [any number]"""
     if args.stop_token_id is not None:
-        vocabulary = range(policy.config.get_text_config().vocab_size)
-        if not args.stop_token_id or not {*args.stop_token_id} <= {*vocabulary}:
-            raise UserError(f"--stop-token-id {args.stop_token_id}: the model has no such token")
         return torch.tensor(args.stop_token_id)
     if args.stop_token is None:
         return torch.tensor([-1])  # no token has this id
-    ids = end_tokens(policy, tokenizer)
-    if len(ids) == 0:
-        raise UserError("the tokenizer has no EOS token: use --stop-token-id, or --stop-token None")
-    return ids
+    return end_tokens(policy, tokenizer)
 
 
 def end_tokens(lm, tokenizer):
@@ -1842,32 +1524,32 @@ def end_tokens(lm, tokenizer):
 
 
 def start_accelerator(args):
-    """A single process, or one of several (DDP, FSDP2, DeepSpeed), as accelerate is configured."""
-    if not __debug__:
-        raise UserError("python -O and PYTHONOPTIMIZE remove checks (assert): run without them")
+    """A single process, or one of several (DDP, DeepSpeed ZeRO-2), as accelerate is configured."""
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # because shapes change
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # every process loads a whole model
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
-    # With a mask and some lengths, cuDNN's attention returns NaN gradients on an H100 or H200 in torch 2.13
-    # (pytorch#196678). It also makes a new plan for each shape.
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # NaN gradients with a mask in torch 2.13 (pytorch#196678)
     accumulation = accelerate.utils.GradientAccumulationPlugin(num_steps=args.gradient_accumulation_steps)
     accelerator = accelerate.Accelerator(
-        # On Apple's GPUs, fully masked rows give NaN (pytorch#167515), and there is no fp64.
-        cpu=not torch.cuda.is_available(),
+        cpu=not torch.cuda.is_available(),  # Apple's GPUs have no fp64
         mixed_precision="no",  # autocast is explicit in train
         dynamo_backend="no",
         gradient_accumulation_plugin=accumulation,  # a number would be replaced by an environment variable
         kwargs_handlers=[
-            # Gradients are views of what DDP sends, so they are not kept twice (see make_learner).
             accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
             # The others wait while the main process saves a large model, for example.
             accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12)),
         ],
     )
-    if accelerator.distributed_type == "DEEPSPEED":
+    if accelerator.distributed_type == "FSDP":
+        raise UserError("FSDP2: each process needs the whole policy, to sample; use ddp.yaml or zero2.yaml")
+    plugin = accelerator.state.deepspeed_plugin
+    if plugin is not None:
+        if plugin.zero_stage == 3:
+            accelerator.print("ZeRO-3 runs as ZeRO-2: each process needs the whole policy, to sample")
+            plugin.zero_stage = plugin.deepspeed_config["zero_optimization"]["stage"] = 2
+            transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # else models load as shards
         # Batch, clipping and precision follow the flags, not DeepSpeed's config.
-        accelerator.state.deepspeed_plugin.deepspeed_config |= dict(
+        plugin.deepspeed_config |= dict(
             train_micro_batch_size_per_gpu=args.per_device_train_batch_size,
             gradient_accumulation_steps=args.gradient_accumulation_steps,
             gradient_clipping=args.max_grad_norm or 0.0,
@@ -1876,15 +1558,6 @@ def start_accelerator(args):
                 dtype="bfloat16",
                 lower_precision_safe_modules=[],  # weights are gathered, and gradients added up, in fp32
             ),
-        )
-        transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # else from_pretrained loads shards
-    if accelerator.distributed_type == "FSDP" and args.optimizer.startswith("bitsandbytes."):
-        raise UserError(f"--optimizer {args.optimizer}: bitsandbytes cannot update the shards of FSDP2")
-    world = accelerator.num_processes
-    if world > 1:
-        accelerator.print(
-            f"{world} processes, so the batch is {world} times that of one; to keep it, divide "
-            f"--gradient-accumulation-steps or --per-device-train-batch-size by {world}"
         )
     set_global_seed(args.seed)  # for weights that start at random, such as LoRA's
     return accelerator
@@ -1897,17 +1570,7 @@ def wants_bf16(args, device):
 
 
 def make_learner(model, args, accelerator):
-    """The module that is trained, and its optimizer.
-
-    One process trains the model itself, DDP a wrapper around it. FSDP2 and ZeRO-3 cut a copy of it into
-    shards. Shards cannot sample or score, so every process keeps the whole model for that.
-    """
-    plugin = accelerator.state.deepspeed_plugin
-    learner = model
-    if accelerator.distributed_type == "FSDP" or (plugin is not None and plugin.zero_stage == 3):
-        learner = copy.deepcopy(model)
-        # accelerate reads this: FSDP2 gathers one layer of this class at a time.
-        learner._no_split_modules = [type(transformer_layers(model)[0]).__name__]
+    """The model as DDP or DeepSpeed wraps it (they share its weights), and its optimizer."""
     options = dict(lr=args.learning_rate)
     if "Adam" in args.optimizer:
         options["eps"] = args.adam_eps
@@ -1915,31 +1578,7 @@ def make_learner(model, args, accelerator):
         options["fused"] = True  # one kernel for all parameters
     module, _, name = args.optimizer.rpartition(".")
     optimizer_class = getattr(importlib.import_module(module), name)
-    optimizer = optimizer_class(trainable(learner).values(), **options)
-    learner, optimizer = accelerator.prepare(learner, optimizer)
-    if isinstance(learner, nn.parallel.DistributedDataParallel):
-        # Gradients are views of DDP's buckets. With None instead of zeros, those of an accumulated pass would
-        # be new tensors next to the buckets.
-        optimizer.zero_grad = partial(optimizer.zero_grad, set_to_none=False)
-    return learner, optimizer
-
-
-@torch.no_grad()
-def copy_weights(learner, model):
-    """Copy the trained weights into the whole model, if they are shards of a copy."""
-    for p, trained in zip(trainable(model).values(), trainable(learner).values(), strict=True):
-        if hasattr(trained, "full_tensor"):  # FSDP2
-            p.copy_(trained.full_tensor())
-        elif trained is not p:  # ZeRO-3
-            import deepspeed
-
-            with deepspeed.zero.GatheredParameters([trained]):
-                p.copy_(trained)
-
-
-def unshard(x):
-    """Gather a tensor that FSDP2 has cut into shards; return anything else unchanged."""
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
+    return accelerator.prepare(model, optimizer_class(trainable(model).values(), **options))
 
 
 def performance_metrics(start_time, rollout_end, num_tokens, device):
@@ -1965,185 +1604,94 @@ def performance_metrics(start_time, rollout_end, num_tokens, device):
 
 
 class Run:
-    """The run folder (args.json, metrics.jsonl, checkpoints/, ...), the screen, and resuming.
-
-    Only the main process writes and prints. (With DeepSpeed and FSDP2, all write checkpoints.) Checkpoints
-    and args.json are renamed into place once they are complete. The logs grow; resuming cuts off what came
-    after the checkpoint. So a run can be killed at any time.
-    """
+    """The run folder, the screen, and resuming. A run can be killed at any time: checkpoints are renamed into
+    place once they are complete, and resuming cuts off what the logs say after the checkpoint."""
 
     def __init__(self, args, accelerator, updates, status):
         """status: label -> metric, for the metrics shown next to the progress bar"""
         self.args, self.accelerator, self.updates, self.status = args, accelerator, updates, status
-        self.console = Console(
-            highlight=False, markup=False, emoji=False, quiet=not accelerator.is_main_process
-        )
-        self.bar = Progress(console=self.console, disable=not self.console.is_terminal)
-        self.task = self.bar.add_task("", total=updates)
-        self.last_line_time = 0.0
-        self.about = None  # what is written to args.json; None before start
-        # The same folder on all processes. self.name is the path as it was given, for messages.
         now = f"{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"  # to the microsecond: no other run has it
         name = args.resume or args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{now}"
-        [self.name] = accelerate.utils.broadcast_object_list([name])
+        [self.name] = accelerate.utils.broadcast_object_list([name])  # the same on all processes
         self.folder = Path(self.name).absolute()  # your code may change the working directory
-        is_used = self.logs() or self.checkpoints() or (self.folder / "model").exists()
+        is_used = (self.folder / "checkpoints").exists() or (self.folder / "model").exists()
         if is_used and not args.resume:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
-        if accelerator.num_processes > 1:
-            self.check_disk()
-        self.got_signal = None
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # SIGHUP: the terminal was closed
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
-                signal.signal(number, self.on_signal)
-                # These signals still terminate worker processes that your code forks.
-                os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
+        is_main = accelerator.is_main_process
+        self.console = Console(highlight=False, markup=False, emoji=False, quiet=not is_main)
+        self.bar = Progress(console=self.console, disable=not self.console.is_terminal)
+        self.task = self.bar.add_task("", total=updates)
+        atexit.register(self.bar.stop)  # it hides the cursor
+        self.to_show, self.last_line_time, self.got_signal = [], 0.0, False
 
-    def check_disk(self):
-        """Raise if the processes do not share the run folder. FSDP2 and DeepSpeed save shards there."""
-        marks = self.folder / "marks"  # one per process
-        marks.mkdir(parents=True, exist_ok=True)
-        (marks / str(self.accelerator.process_index)).touch()
-        self.accelerator.wait_for_everyone()
-        count = len(list(marks.iterdir()))
-        self.accelerator.wait_for_everyone()
-        shutil.rmtree(marks, ignore_errors=True)  # all processes try to
-        if count < self.accelerator.num_processes:
-            raise UserError(f"{self.name} must be on a disk that all nodes share: set --output-dir")
+    def checkpoints(self):
+        """The run's checkpoints, oldest first. A name that is not a number is the user's own."""
+        found = [path for path in self.folder.glob("checkpoints/*") if path.name.isdecimal()]
+        return sorted(found, key=lambda path: int(path.name))
 
     def logs(self):
-        """The append-only files of this run. (Some scripts write only the first.)"""
+        """The files that grow. (Some scripts write only the first.)"""
         names = "metrics.jsonl", "samples.jsonl", "tokens.jsonl"
         return [self.folder / name for name in names if (self.folder / name).exists()]
 
-    def checkpoints(self):
-        """Its checkpoints, oldest first. A folder whose name is not that of its update is the user's own."""
-        found = []
-        for path in self.folder.glob("checkpoints/*/state.json"):
-            if path.parent.name == f"{json.loads(path.read_text()).get('update', 0):06d}":
-                found.append(path.parent)
-        return sorted(found, key=lambda folder: int(folder.name))
-
-    def append(self, name, rows):
-        if self.accelerator.is_main_process:
-            with open(self.folder / name, "a") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
-
-    def table(self, title, rows):
-        """Print dicts as the rows of a table."""
-        table = Table(title=title, title_justify="left", show_lines="metric" not in rows[0])
-        for name, cell in rows[-1].items():  # the last row, because the first one may have empty cells
-            table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
-        for row in rows:
-            if isinstance(row.get("prompt"), str) and self.console.width <= 80:
-                row = row | {"prompt": row["prompt"][-60:]}  # its end, next to the response
-            table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
-        self.console.print(table)
-
-    def log(self, metrics):
-        """Log one update: to metrics.jsonl, to the tracker and to the screen.
-
-        metrics: dict of numbers, or tensors with one number -> dict of numbers
-        """
-        metrics = {name: x.item() if isinstance(x, torch.Tensor) else x for name, x in metrics.items()}
-        update = metrics["update"]
-        not_finite = [name for name, x in metrics.items() if not math.isfinite(x)]
-        if not_finite:
-            names = ", ".join(not_finite)
-            raise UserError(f"update {update} was not saved; not finite: {names} (--learning-rate too high?)")
-        if update == 1 and not self.args.resume:
-            self.write_args()
-        self.append("metrics.jsonl", [metrics])
-        # In a tracker, TRL's names begin with train/ or eval/.
-        named = {name if name.startswith("eval/") else f"train/{name}": x for name, x in metrics.items()}
-        self.accelerator.log(named, step=update)
-
-        status = self.status | {"lr": "lr", "seconds": "perf/seconds"}
-        shown = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in status.items())
-        shown = f"update {update}/{self.updates}  {shown}"
-        self.bar.start()
-        self.bar.update(self.task, completed=update, description=shown)
-        if update == self.updates:
-            self.bar.stop()  # before the final tables
-        is_due = time.time() - self.last_line_time > 10 or update == self.updates
-        if self.bar.disable and is_due:  # not a terminal: print a line now and then
-            self.last_line_time = time.time()
-            self.accelerator.print(shown, flush=True)
-        return metrics
-
-    def finish(self):
-        """Wait until the main process has saved everything, then close the tracker."""
-        self.accelerator.print(f"saved {self.name}/model; to look at the run: python report.py {self.name}")
-        self.accelerator.wait_for_everyone()
-        self.accelerator.end_training()
-
-    # -- Checkpoints --
-
     def start(self, batch_size):
-        """To resume, load the newest checkpoint. -> its state; update 0 if new"""
-        self.accelerator.register_save_state_pre_hook(save_trained)
-        self.accelerator.register_load_state_pre_hook(load_trained)
+        """Load the newest checkpoint of a resumed run; start the tracker. -> its state; update 0 if new"""
+        accelerator, args = self.accelerator, self.args
+        accelerator.register_save_state_pre_hook(save_trained)
+        accelerator.register_load_state_pre_hook(load_trained)
         state = {"update": 0, "batch_size": batch_size, "sizes": {}}  # sizes: bytes of each log
         # The main process chooses the checkpoint: a network disk may show others an older list.
-        newest = [None, *self.checkpoints()][-1]
-        [newest] = accelerate.utils.broadcast_object_list([newest])  # that of the main process
-        if self.args.resume and newest:
+        checkpoints = self.checkpoints() if args.resume else []
+        [newest] = accelerate.utils.broadcast_object_list(checkpoints[-1:] or [None])
+        if newest is not None:
             state = json.loads((newest / "state.json").read_text())
-            self.accelerator.load_state(newest)
-            self.accelerator.step = 0  # accumulate counts from here; the number of steps may have changed
+            accelerator.load_state(newest)
+            accelerator.step = 0  # accumulate counts from here; the number of steps may have changed
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
         if state["update"] > self.updates:
             raise UserError(f"--resume: the flags ask for {self.updates} updates; {state['update']} are done")
-        config = asdict(self.args)
-        self.about = {
-            "args": config,
-            "script": SCRIPT,
-            "command": sys.argv,
-            "id": os.urandom(8).hex(),  # of the run in Weights & Biases
-            "versions": {m.__name__: m.__version__ for m in (torch, transformers, datasets, accelerate)},
-            "world_size": self.accelerator.num_processes,
-        }
-        if self.args.resume:  # keep the first ones
-            first = json.loads((self.folder / "args.json").read_text())
-            self.about |= {name: first[name] for name in ("command", "id") if name in first}
-            self.accelerator.wait_for_everyone()  # no process writes until all have read
-            self.write_args()
-            if self.accelerator.is_main_process:
-                for path in self.logs():  # what came after the checkpoint will be written again
-                    os.truncate(path, state["sizes"].get(path.name, 0))
-        if self.args.log_with != "none":  # only now, because the tracker writes to the run folder
-            self.accelerator.log_with = [self.args.log_with]
-            self.accelerator.project_configuration.logging_dir = str(self.folder)
-            config = {name: str(x) for name, x in config.items()}
-            wandb = {"name": self.folder.name, "id": self.about["id"], "resume": "allow"}
-            self.accelerator.init_trackers(SCRIPT, config, {"wandb": wandb})
-        self.accelerator.print(f"run folder {self.name}, after update {state['update']}")
+        run_id = os.urandom(8).hex()  # of the run in Weights & Biases
+        if args.resume:
+            run_id = json.loads((self.folder / "args.json").read_text()).get("id")
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            # Of two new runs with one folder, the second stops here.
+            (self.folder / "checkpoints").mkdir(parents=True, exist_ok=args.resume is not None)
+            for path in self.logs():
+                os.truncate(path, state["sizes"].get(path.name, 0))  # the rest will be written again
+            about = {
+                "args": asdict(args),
+                "id": run_id,
+                "script": SCRIPT,
+                "command": sys.argv,
+                "versions": {m.__name__: m.__version__ for m in (torch, transformers, datasets, accelerate)},
+                "world_size": accelerator.num_processes,
+            }
+            (self.folder / "draft.json").write_text(json.dumps(about, indent=2))
+            os.replace(self.folder / "draft.json", self.folder / "args.json")
+        if args.log_with != "none":  # only now, because the tracker writes to the run folder
+            accelerator.log_with = [args.log_with]
+            accelerator.project_configuration.logging_dir = str(self.folder)
+            config = {name: str(x) for name, x in asdict(args).items()}
+            wandb = {"name": self.folder.name, "id": run_id, "resume": "allow"}
+            accelerator.init_trackers(SCRIPT, config, {"wandb": wandb})
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # SIGHUP: the terminal was closed
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, self.on_signal)
+                # Worker processes that your code forks end at once.
+                os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
+        accelerator.print(f"run folder {self.name}, after update {state['update']}")
         return state
 
-    def write_args(self):
-        """Write args.json. A new run does so with its first update: until then, its folder is free."""
-        if self.accelerator.is_main_process:
-            (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-            if not self.args.resume:  # raises an error if another new run was faster
-                (self.folder / "metrics.jsonl").touch(exist_ok=False)
-            (self.folder / "draft.json").write_text(json.dumps(self.about, indent=2))
-            os.replace(self.folder / "draft.json", self.folder / "args.json")
-
     def on_signal(self, number, frame):
-        """Finish the update (or the last evaluation), save, and stop. The same signal again stops at once."""
-        if self.about is None:  # before start, there is nothing to save
-            print(f"{SCRIPT}.py: stopped by {signal.Signals(number).name} before training", file=sys.stderr)
-            sys.exit(128 + number)
+        """Finish the update, save, and stop. The same signal again stops at once."""
         # A terminal that is closed sends SIGHUP more than once.
         signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
-        self.got_signal = number  # only noted, because a signal may come at any moment
+        self.got_signal = True  # only noted, because a signal may come at any moment
 
     def checkpoint(self, state):
-        """If a checkpoint is due, save all that the rest of the run depends on. After a signal: save, exit.
-
-        state: update, batch_size, and anything else that json can hold
-        """
+        """If a checkpoint is due, save what the rest of the run depends on. After a signal, save and exit."""
         update, save_every = state["update"], self.args.save_every
         if self.got_signal:
             self.accelerator.set_trigger()
@@ -2165,15 +1713,64 @@ class Run:
             self.bar.stop()
             self.accelerator.print(f"stopped; to continue: the same command with --resume {self.name}")
             self.accelerator.wait_for_everyone()
-            sys.exit(128 + (self.got_signal or signal.SIGTERM))
+            sys.exit(128 + signal.SIGTERM)
+        self.show()
+
+    def append(self, name, rows):
+        if self.accelerator.is_main_process:
+            with open(self.folder / name, "a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+
+    def log(self, metrics):
+        """Log an update: metrics.jsonl, tracker, screen. dict of tensors or numbers -> dict of numbers"""
+        metrics = {name: x.item() if isinstance(x, torch.Tensor) else x for name, x in metrics.items()}
+        not_finite = [name for name, x in metrics.items() if not math.isfinite(x)]
+        if not_finite:
+            update, names = metrics["update"], ", ".join(not_finite)
+            raise UserError(f"update {update} was not saved; not finite: {names} (--learning-rate too high?)")
+        self.append("metrics.jsonl", [metrics])
+        # In a tracker, TRL's names begin with train/ or eval/.
+        named = {name if name.startswith("eval/") else f"train/{name}": x for name, x in metrics.items()}
+        self.accelerator.log(named, step=metrics["update"])
+        status = self.status | {"lr": "lr", "seconds": "perf/seconds"}
+        shown = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in status.items())
+        shown = f"update {metrics['update']}/{self.updates}  {shown}"
+        self.bar.start()
+        self.bar.update(self.task, completed=metrics["update"], description=shown)
+        is_due = time.time() - self.last_line_time > 10 or metrics["update"] == self.updates
+        if self.bar.disable and is_due:  # not a terminal: print a line now and then
+            self.last_line_time = time.time()
+            self.to_show.append(shown)
+        return metrics
+
+    def table(self, title, rows):
+        """A table for the screen. rows: a list of dicts"""
+        table = Table(title=title, title_justify="left", show_lines="metric" not in rows[0])
+        for name, cell in rows[-1].items():  # the last row, because the first one may have empty cells
+            table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
+        for row in rows:
+            if isinstance(row.get("prompt"), str) and self.console.width <= 80:
+                row = row | {"prompt": row["prompt"][-60:]}  # its end, next to the response
+            table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
+        self.to_show.append(table)
+
+    def show(self):
+        """Print what is waiting: after a checkpoint, so that a closed pipe or terminal cannot cost one."""
+        while self.to_show:
+            item = self.to_show.pop(0)
+            self.console.print(item, soft_wrap=isinstance(item, str))
+
+    def finish(self):
+        """Show the final tables, wait until the main process has saved everything, and close the tracker."""
+        self.bar.stop()
+        self.show()
+        self.accelerator.print(f"saved {self.name}/model; to look at the run: python report.py {self.name}")
+        self.accelerator.wait_for_everyone()
+        self.accelerator.end_training()
 
 
 def save_trained(models, weights, folder):
-    """Save only the trained weights: a hook of accelerator.save_state.
-
-    Their names carry no prefix of DDP, so any number of processes can load them. With FSDP2 and DeepSpeed,
-    `weights` is empty, because these save their shards themselves.
-    """
+    """Save only the trained weights: a hook of accelerator.save_state. (DeepSpeed saves them itself.)"""
     if weights and accelerate.PartialState().is_main_process:
         trained = trainable(accelerate.utils.extract_model_from_parallel(models[0]))
         if not all(p.isfinite().all() for p in trained.values()):
@@ -2182,14 +1779,13 @@ def save_trained(models, weights, folder):
     weights.clear()  # tells accelerate that there is nothing left to save
 
 
+@torch.no_grad()
 def load_trained(models, folder):
     """Load what save_trained saved: a hook of accelerator.load_state."""
     for model in models:
         saved = load_file(f"{folder}/trained.safetensors")
-        weights = trainable(accelerate.utils.extract_model_from_parallel(model))
-        assert saved.keys() == weights.keys(), "the checkpoint is of another model"
-        for name, p in weights.items():
-            p.data.copy_(saved[name])
+        for name, p in trainable(accelerate.utils.extract_model_from_parallel(model)).items():
+            p.copy_(saved[name])
     models.clear()  # nothing left to load
 
 
@@ -2212,36 +1808,24 @@ def rows_of(columns):
 
 def report_evaluation(run, before, after):
     """The final tables, evaluation.json and evaluation_samples.jsonl. before, after: from evaluate"""
-    args = run.args
     metrics_before, metrics_after = table_metrics(before), table_metrics(after)
-    comparison = []
-    for name, x in metrics_before.items():
-        comparison.append({"metric": name, "before": x, "after": metrics_after[name]})
+    names = metrics_before.keys()
+    comparison = [{"metric": x, "before": metrics_before[x], "after": metrics_after[x]} for x in names]
+    samples = []
+    for old, new in zip(before["held-out"][:6], after["held-out"]):
+        sample = {"prompt": old["task"], "before": old["responses"][0], "right": old["right"][0]}
+        samples.append(sample | {"after": new["responses"][0], "right after": new["right"][0]})
     rows = []
     for name in before:
         for old, new in zip(before[name], after[name]):
             rows.append({"set": name, "task": old.pop("task"), "before": old, "after": new})
             del new["task"]  # the same
-    samples = []
-    for row in rows[:6]:
-        old, new = row["before"], row["after"]
-        sample = {"prompt": row["task"], "before": old["responses"][0], "right": old["right"][0]}
-        samples.append(sample | {"after": new["responses"][0], "right after": new["right"][0]})
-    count = len(before["held-out"])
-    decoding = f"sampling, temperature {args.temperature}, at most {args.response_length} tokens"
+    judge = " or, if it does not apply, ".join(run.args.reward_fn)
+    decoding = f"sampling, temperature {run.args.temperature}, at most {run.args.response_length} tokens"
+    about = {"before": metrics_before, "after": metrics_after, "n": len(before["held-out"])}
+    about |= {"judge": judge, "decoding": decoding}
     run.table("held-out tasks, the first of the sampled responses", samples)
-    judge = " or, if it does not apply, ".join(args.reward_fn)
-    run.table(f"{count} held-out tasks; right: 1 or more by {judge}", comparison)
-    run.accelerator.print(
-        f"{args.num_eval_samples} responses per task by {decoding}; greedy: one, temperature 0.01"
-    )
-    about = {
-        "before": metrics_before,
-        "after": metrics_after,
-        "n": count,
-        "judge": judge,
-        "decoding": decoding,
-    }  # as in other scripts, for report.py
+    run.table(f"{about['n']} held-out tasks; right: 1 or more by {judge}", comparison)
     (run.folder / "evaluation.json").write_text(json.dumps(about, indent=2))
     lines = [json.dumps(row) + "\n" for row in rows]
     (run.folder / "evaluation_samples.jsonl").write_text("".join(lines))
@@ -2251,152 +1835,66 @@ def report_evaluation(run, before, after):
 # ---- Command line ------------------------------------------------------------------------------------------
 
 
-def check_flags(args):
-    """Raise if a run would not do what its flags say."""
-    check_numbers(args)
-    n, k = args.per_device_train_batch_size, args.num_generations
-    if k < 2 or n * args.gradient_accumulation_steps % k != 0:
-        raise UserError(
-            f"--num-generations {k} must be 2 or more, and divide the minibatch of a process: "
-            "per_device_train_batch_size x gradient_accumulation_steps"
-        )
-    if args.load_in_8bit and not args.lora_r and args.kl_coef == 0:
-        raise UserError("--load-in-8bit: without LoRA and a reference, no weights are frozen")
-
-
-# Flags of all scripts that cannot be 0. (The stars let several names stand on a line.)
-POSITIVE = (
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches", "num_ppo_epochs"),
-    *("total_episodes", "num_train_epochs", "num_train_rows", "num_eval_prompts", "num_eval_pairs"),
-    *("num_eval_samples", "num_context_utterances", "max_length", "query_min_length", "response_min_length"),
-    *("response_length", "temperature", "max_grad_norm", "score_clip", "kl_target", "kl_horizon", "beta"),
-    *("max_turns", "max_tool_tokens", "tool_timeout"),
-)
-
-
-def check_numbers(args):
-    """Raise if a number is negative, or if it is 0 and in POSITIVE.
-
-    A weight may be negative, and so may any flag whose default is negative.
-    """
-    for name, value in vars(args).items():
-        if not isinstance(value, (int, float)):
-            continue
-        default = getattr(Args, name, None)
-        may_be_negative = name.endswith("_weight") or isinstance(default, (int, float)) and default < 0
-        if value < 0 and not may_be_negative or value == 0 and name in POSITIVE:
-            raise UserError(f"--{name.replace('_', '-')} cannot be {value}")
-    if args.warmup_ratio > 1:
-        raise UserError(f"--warmup-ratio is a fraction of the updates: {args.warmup_ratio} is more than 1")
-
-
-# Flags of all scripts that may change when a run is resumed. (More updates also change the learning rates of
-# the updates that are left, unless the schedule is constant and the warm-up is over.)
+# Flags of all scripts that may change when a run is resumed: they do not change its result, or prolong it.
 MAY_CHANGE = (
     *("resume", "eval_every", "save_every", "keep_checkpoints", "log_with", "num_sample_generations"),
     *("judge_fn", "judge_model", "judge_url", "judge_model_path"),
     *("total_episodes", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("local_rollout_forward_batch_size", "gradient_checkpointing"),
 )
-
-
-# Flags of all scripts with which a recipe describes its own data.
-DESCRIBE_DATA = (
-    *("eval_dataset_name", "center_dataset_name", "hard_dataset_name"),
-    *("label_names", "prompt_template", "reward_fn", "environment", "judge_fn"),
+# Flags of all scripts with which a recipe describes its own data. They do not apply to other data.
+OF_DATA = (
+    *("eval_dataset_name", "center_dataset_name", "hard_dataset_name", "label_names", "prompt_template"),
+    *("system_prompt", "reward_fn", "environment", "tools", "judge_fn"),
 )
-
-
-def fit_recipe(recipe, args):
-    """The recipe for the data and the model that the command line names. -> Args
-
-    With other data, the flags that describe the recipe's own data go back to the defaults of Args. With
-    another model, so does --from-config, the recipe's random weights.
-    """
-    names = []
-    if args.dataset_name != recipe.dataset_name:
-        names += DESCRIBE_DATA
-    if args.model_name_or_path != recipe.model_name_or_path:
-        names.append("from_config")
-    defaults = {name: x for name, x in asdict(Args()).items() if name in names}
-    changed = [name for name, x in defaults.items() if getattr(args, name) == getattr(recipe, name) != x]
-    if changed and os.environ.get("RANK", "0") == "0":
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in changed)
-        print(f"not taken from the recipe, because they describe its own data or model: {flags}")
-    return replace(recipe, **defaults)
 
 
 def parse_args(argv):
     """The command line: an optional recipe, then flags. -> Args
 
     No recipe and no model: the recipe tiny. A model but no recipe: everything else has the defaults of Args.
-    fit_recipe says which flags of a recipe do not apply to other data.
     """
-    model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")  # of all scripts
-    names_model = any(word.split("=")[0].replace("_", "-") in model_flags for word in argv)
+    flags = {word.split("=")[0].strip("-").replace("-", "_") for word in argv if word.startswith("--")}
+    names_model = not flags.isdisjoint(["model_name_or_path", "sft_model_path", "from_config"])
     recipe = "custom" if names_model else "tiny"
-    names_recipe = len(argv) > 0 and not argv[0].startswith("-")
-    if names_recipe:
+    if argv and not argv[0].startswith("-"):
         recipe, *argv = argv
         if recipe not in RECIPES:
             raise UserError(f"there is no recipe {recipe!r}; the recipes are {', '.join(RECIPES)}")
-    description = f"{__doc__}\nRecipes: {', '.join(RECIPES)}"
-    parse = partial(tyro.cli, Args, args=argv, description=description)
+        if "resume" in flags:
+            raise UserError(f"--resume cannot change recipe: leave out {recipe}")
     start = replace(RECIPES.get(recipe, Args()), recipe=recipe)
-    # The first parse tells which data and model the flags name; the second takes the recipe that fits them.
+    # What a recipe says of its own data or model does not apply to another one that the command line names.
+    dropped = [*(OF_DATA if "dataset_name" in flags else ()), *(["from_config"] if names_model else ())]
+    start = replace(start, **{name: x for name, x in asdict(Args()).items() if name in dropped})
+    parse = partial(tyro.cli, Args, args=argv, description=f"{__doc__}\nRecipes: {', '.join(RECIPES)}")
     args = parse(default=start)
-    if args.resume is None:
-        return parse(default=fit_recipe(start, args))
-
-    # The flags of that run. Only those in MAY_CHANGE may differ.
-    saved = json.loads(Path(args.resume, "args.json").read_text())["args"]
-    if saved.keys() != asdict(args).keys():
-        raise UserError(f"--resume {args.resume}: a run of another script, or of another version of this one")
-    args = parse(default=Args(**saved))
-    if names_recipe:
-        args.recipe = recipe
-    for name, value in asdict(args).items():
-        if value != saved[name] and name not in MAY_CHANGE:
-            raise UserError(f"--resume cannot change {name}: it is {saved[name]} in that run")
+    if args.resume is not None:  # the flags of that run
+        saved = json.loads(Path(args.resume, "args.json").read_text())["args"]
+        args = parse(default=Args(**saved))
+        for name, value in saved.items():
+            if getattr(args, name) != value and name not in MAY_CHANGE:
+                raise UserError(f"--resume cannot change {name}: it is {value} in that run")
     return args
-
-
-def go_on_without_output():
-    """Drop what cannot be printed, because `| tee` was stopped first or the terminal is closed."""
-
-    def attempt(method, *inputs):
-        with suppress(OSError, ValueError):  # closed, full, or of another encoding
-            return method(*inputs)
-
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.write = partial(attempt, stream.write)
-            stream.flush = partial(attempt, stream.flush)
 
 
 def main(argv=None):
     """Run the command line. A UserError prints one line, with exit code 2."""
-    go_on_without_output()
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about kernels that we do not use
     warnings.filterwarnings("ignore", category=FutureWarning)  # libraries that use each other's old names
-    warnings.filterwarnings("error", message="Found missing adapter keys")  # peft: they would be random
     warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft, about GPT-2; it does the right thing
     for library in (transformers, datasets):
         library.logging.set_verbosity_error()
         library.utils.logging.disable_progress_bar()
     try:
-        train(parse_args(sys.argv[1:] if argv is None else argv))
+        args = parse_args(sys.argv[1:] if argv is None else argv)
+        if (HERE / "check.py").exists() and os.environ.get("RANK", "0") == "0":
+            errors = importlib.import_module("check").errors(sys.modules[__name__], args)
+            if errors:  # found in flags, data, tokenizer, rewards: before a model is loaded
+                raise UserError("\n".join(errors))
+        train(args)
     except UserError as error:
         print(f"{SCRIPT}.py: {error}", file=sys.stderr)
         sys.exit(2)
-    except torch.OutOfMemoryError as error:
-        error.add_note(
-            "Out of memory: halve --per-device-train-batch-size and double --gradient-accumulation-steps. If "
-            "it was the rollout, halve --local-rollout-forward-batch-size. More: docs/running.md, Memory"
-        )
-        raise
-    finally:
-        Console().show_cursor()  # the progress bar hid it
 
 
 if __name__ == "__main__":

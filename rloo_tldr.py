@@ -8,31 +8,28 @@ If you know PPO (ppo_sentiment.py), this is what changes (in the code: docs/diff
    et al. do without ratio and clip. TRL has them, and they matter from the second step on.)
 2. There is no value function and no GAE. Each prompt gets rloo_k responses, and the baseline of a response
    is the mean reward of the others (`rloo_advantages`).
-3. There is one reward per response: its score - kl_coef * (KL summed over its tokens). The KL is to the
-   reference model, a frozen copy of the policy before RLOO. (With --kl-estimator k2 or k3, the KL is a term
-   of the loss instead.)
+3. There is one reward per response: its score - kl_coef * (KL summed over its tokens). The reference is a
+   frozen copy of the policy before RLOO. (With --kl-estimator k2 or k3, the KL is in the loss instead.)
 4. The score comes from a reward model that was trained on pairs of summaries (reward_model.py), or is the
    weighted sum of what your own functions return (--reward-fn). If a response has no stop token,
    --missing-eos-penalty (1 in all recipes) is subtracted. That teaches the policy to stop.
 5. A policy can learn to please the reward model without getting better. So, before and after training, a
-   judge compares the policy's summaries of held-out posts with reference summaries. The result is the win
-   rate (`win_rate`).
-6. The k responses to a prompt share one forward pass over that prompt, in generation and, within a
-   micro-batch, in training (`generate`, `group_hidden_states`). With gradient checkpointing, and with some
-   models such as Qwen3.5, training reads the prompt again for every response (`can_reuse_prompts`).
+   judge, if you name one, compares its summaries of held-out posts with references (`win_rate`).
+6. The k responses to a prompt share one forward pass over it: in generation and, within a micro-batch, in
+   training (`generate`, `group_hidden_states`; with some models only in generation: `can_reuse_prompts`).
 
     python rloo_tldr.py                             # recipe tiny: no download, no GPU, minutes on 2 cores
     python rloo_tldr.py --learning-rate 2e-4        # tiny with one change; every field of Args is a flag
     python rloo_tldr.py tldr-pythia-1b              # the published experiment, from the Hub
     accelerate launch rloo_tldr.py tldr-pythia-1b   # on N GPUs, with N times the batch
     python rloo_tldr.py --resume RUN_FOLDER         # continue a stopped run; on a CPU, bit for bit
-    python rloo_tldr.py judge --model-name-or-path MODEL --judge-model JUDGE --judge-url URL    # only judge
+    python judge.py --model-name-or-path MODEL --judge-model JUDGE   # the win rate of any model; no training
 
-Part I is the algorithm: flags, math, loop, evaluation, rollout, model. Part II is infrastructure: models,
-rewards, judges, data, processes, run folder, flags. Papers: Buy 4 REINFORCE Samples, Get a Baseline for Free!
-(Kool et al. 2019), Back to Basics (Ahmadian et al. 2024), Learning to Summarize from Human Feedback (Stiennon
-et al. 2020), The N+ Implementation Details of RLHF with PPO (Huang et al. 2024).
-Results, metrics, which lines to change for what: docs/rloo_tldr.md.
+Part I is the algorithm: flags, math, loop, evaluation, rollout, model. Part II is infrastructure: recipes,
+models, rewards, judges, data, processes, run folder. Papers: Buy 4 REINFORCE Samples, Get a Baseline for
+Free! (Kool et al. 2019), Back to Basics (Ahmadian et al. 2024), Learning to Summarize from Human Feedback
+(Stiennon et al. 2020), The N+ Implementation Details of RLHF with PPO (Huang et al. 2024). Results, metrics,
+which lines to change for what: docs/rloo_tldr.md.
 """
 
 # `uv run rloo_tldr.py` installs these packages and needs no other set-up.
@@ -50,13 +47,13 @@ Results, metrics, which lines to change for what: docs/rloo_tldr.md.
 # ]
 # ///
 
+import atexit
 import copy
 import csv
 import datetime
 import gzip
 import importlib
 import json
-import logging
 import math
 import os
 import random
@@ -69,7 +66,6 @@ import time
 import warnings
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -97,22 +93,16 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixi
 # ============================================================================================================
 
 
-NUM_EXAMPLES = tyro.conf.arg(aliases=["--num-examples"])  # TRL's name for num_eval_prompts
-
-
 @dataclass
 class Args:
-    """The defaults follow the RLOO page of TRL 0.11.
-
-    A command line that names no recipe and no model starts from the recipe tiny, which replaces some of these
-    defaults.
-    """
+    """The defaults follow the RLOO page of TRL 0.11. A command line that names no recipe and no model starts
+    from the recipe tiny, which replaces some of them."""
 
     # Run
     recipe: tyro.conf.Suppress[str] = "custom"  # first word of the command line
     seed: int = 1  # random seed; all sampling is a function of (seed, update)
     output_dir: str | None = None  # run folder (default: runs/<script>/<recipe>-s<seed>-<time>)
-    resume: str | None = None  # continue the run in this folder
+    resume: str | None = None  # continue the run in this folder, with its flags
     eval_every: int = 0  # updates between evaluations during training (0: only before and after)
     save_every: int = 10  # updates between checkpoints (0: only at the end, or after a signal)
     keep_checkpoints: int = 2  # number of checkpoints to keep
@@ -121,9 +111,9 @@ class Args:
 
     # Models
     model_name_or_path: str | None = None  # tokenizer; also the policy, if sft_model_path is None
-    sft_model_path: str | None = None  # initial policy; the reference is a frozen copy of it
+    sft_model_path: str | None = None  # initial policy and reference; None: model_name_or_path
     reward_model_path: str = "cleanrl/EleutherAI_pythia-1b-deduped__reward__tldr"  # classifier with 1 output
-    reward_fn: list[str] | None = None  # FILE.py:function ..., instead of the reward model; called as in TRL
+    reward_fn: list[str] | None = None  # FILE.py:function ... as the reward; see call_reward_functions
     reward_weights: list[float] | None = None  # one for each function of --reward-fn; None: 1 each
     dtype: Literal["float32", "bfloat16", "auto"] = "auto"  # auto: bf16 on GPUs that have it, else float32
     bf16: bool = False  # TRL's name for --dtype bfloat16; wins over --dtype
@@ -132,7 +122,7 @@ class Args:
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
     lora_r: int = 0  # LoRA rank (0: train all weights); the reference is then the policy without its adapter
     lora_alpha: int = 32  # LoRA scale: the adapter adds lora_alpha / lora_r * B A
-    lora_target_modules: str = "all-linear"  # layers with an adapter: comma-separated names, or all-linear
+    lora_target_modules: str = "all-linear"  # layers that get an adapter: comma-separated, or all-linear
 
     # Data
     dataset_name: str = "trl-lib/tldr"  # columns prompt, completion: texts, or chats (lists of messages)
@@ -143,9 +133,8 @@ class Args:
     stop_token_id: list[int] | None = None  # end responses at these token ids only; replaces --stop-token
     temperature: float = 0.7  # sampling temperature; all log-probabilities use it too
 
-    # Batch. Responses per update: per_device_train_batch_size x gradient_accumulation_steps x
-    # num_mini_batches x processes; prompts per update: responses per update / rloo_k. Unlike in CleanRL,
-    # more minibatches make the batch larger, not the minibatches smaller.
+    # Batch. Episodes per update: per_device_train_batch_size x gradient_accumulation_steps x num_mini_batches
+    # x processes, for 1 / rloo_k as many prompts. Unlike in CleanRL, more minibatches make the batch larger.
 
     total_episodes: int = 1_000_000  # number of responses in the whole run, rounded up to whole batches
     per_device_train_batch_size: int = 8  # responses per forward and backward pass on one process
@@ -164,62 +153,18 @@ class Args:
     cliprange: float = 0.2  # epsilon of the clipped policy loss
 
     # Judge: judge_model or, without one, judge_fn. (judge_fn also scores every batch of rollouts.)
-    num_eval_prompts: Annotated[int, NUM_EXAMPLES] = 256  # posts whose summaries are judged
+    num_eval_prompts: Annotated[int, tyro.conf.arg(aliases=["--num-examples"])] = 256  # held-out posts
     judge_fn: str | None = None  # FILE.py:function like --reward-fn; the summary with the higher score wins
     judge_model: str | None = None  # a folder: a reward model; otherwise, or with judge_url: a chat model
     judge_url: str | None = None  # the chat model's OpenAI-compatible server (None: OpenAI); OPENAI_API_KEY
 
     # Optimizer
     learning_rate: float = 3e-6  # the highest learning rate of the schedule
-    optimizer: str = "torch.optim.Adam"  # dotted name: torch.optim.SGD, bitsandbytes.optim.Adam8bit, ...
-    adam_eps: float = 1e-8  # epsilon of Adam (the N+ paper uses 1e-5)
+    optimizer: str = "torch.optim.Adam"  # dotted name: torch.optim.AdamW, bitsandbytes.optim.Adam8bit, ...
+    adam_eps: float = 1e-8  # epsilon of Adam (the N+ paper, Huang et al. 2024, uses 1e-5)
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "linear"  # shape after the warm-up
     warmup_ratio: float = 0.0  # fraction of updates in which the learning rate rises to its full value
     max_grad_norm: float | None = 1.0  # clip the gradient to this norm; None: no clipping
-
-
-RECIPES = {
-    "tiny": Args(  # small models and data that come with this repository
-        optimizer="torch.optim.AdamW",  # with weight decay 0.01; in the other recipes and in TRL, it is 0
-        model_name_or_path="checkpoints/tldr-sft",
-        reward_model_path="checkpoints/tldr-reward",
-        dataset_name="data/tldr",
-        judge_fn="data/make_tldr.py:gold_score",
-        dtype="float32",
-        total_episodes=10_240,
-        per_device_train_batch_size=64,
-        num_mini_batches=2,
-        num_ppo_epochs=1,
-        local_rollout_forward_batch_size=128,
-        rloo_k=4,
-        response_length=40,
-        temperature=1.0,
-        missing_eos_penalty=1.0,
-        learning_rate=3e-4,
-        num_eval_prompts=300,
-        num_sample_generations=3,
-    ),
-    "pythia-14m": Args(  # TRL's first command, a test only: its reward model has a random head
-        model_name_or_path="EleutherAI/pythia-14m",
-        reward_model_path="EleutherAI/pythia-14m",
-        total_episodes=10_000,
-        per_device_train_batch_size=64,
-        missing_eos_penalty=1.0,
-    ),
-    "tldr-pythia-1b": Args(  # TRL's second command, with Adam's epsilon of Huang et al. 2024
-        model_name_or_path="EleutherAI/pythia-1b-deduped",
-        sft_model_path="cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr",
-        num_ppo_epochs=2,
-        num_mini_batches=2,
-        per_device_train_batch_size=32,  # 32 x 2 = TRL's 8 x 8, in fewer passes for a GPU with 80 GB
-        gradient_accumulation_steps=2,
-        local_rollout_forward_batch_size=128,
-        missing_eos_penalty=1.0,
-        kl_coef=0.03,
-        save_every=100,  # a checkpoint takes 12 GB
-        adam_eps=1e-5,
-    ),
-}
 
 
 # ---- Math: pure functions of tensors -----------------------------------------------------------------------
@@ -237,9 +182,8 @@ RECIPES = {
 #
 #     rewards/NAME   what one reward function returns
 #     raw score      their weighted sum; logged as env/reward_mean
-#     score          the raw score, clipped, minus the penalty for a missing EOS; logged as objective/scores.
-#                    (In tables of samples, this is the "score paid". "score", there and in evaluations, is
-#                    the raw score.)
+#     score          the raw score, clipped, minus the penalty for a missing EOS; objective/scores, and "score
+#                    paid" in tables (in which "score" is the raw score)
 #     reward         what RLOO maximizes: the score minus the KL penalty (with k2 or k3: the score)
 
 
@@ -319,7 +263,6 @@ def learning_rate(args, update, updates):
 
 def train(args):
     """The whole run, from the flags to the final table. -> (Policy, run folder)"""
-    check_flags(args)
     if args.bf16:
         args = replace(args, dtype="bfloat16")
     accelerator = start_accelerator(args)
@@ -335,40 +278,29 @@ def train(args):
     tokenizer_name = args.model_name_or_path or args.sft_model_path
     tokenizer = load_tokenizer(tokenizer_name)
     set_template_options(tokenizer, args)
-    refuse_appended_eos(tokenizer, tokenizer_name)
     train_rows, held_out_rows = load_splits(args.dataset_name)
     train_prompts = load_prompts(train_rows, tokenizer, args)
     held_out_prompts = choose_held_out(load_prompts(held_out_rows, tokenizer, args), args)
-    if len(held_out_prompts) < world:
-        raise UserError(f"{world} processes need as many held-out prompts; there are {len(held_out_prompts)}")
-    # Only for functions of --reward-fn, whose rewards may have a schedule. global_step: updates so far. All
-    # evaluations use the last value, so that they score alike.
+    # For functions of --reward-fn with a schedule. global_step: updates so far; in evaluations, all of them.
     trainer_state = transformers.TrainerState(max_steps=updates, global_step=updates)
-    # get_judge_scores is get_scores (below) with the function of --judge-fn. For each batch, it is only
-    # logged.
-    get_judge_scores = None
-    if args.judge_fn is not None:
-        get_judge_scores = partial(score_responses, load_functions([args.judge_fn]), trainer_state, device)
     # get_scores(examples, responses, response_tokens) -> dict: name of the reward -> [B]
     get_scores = load_reward(args, trainer_state, device)
-    # judge(posts, responses) -> verdicts against the reference summaries, after training and with
-    # --eval-every. It is --judge-model or, without one, --judge-fn. Only the main process has it, so that a
-    # server is asked once.
-    judge = None
-    if accelerator.is_main_process:
-        judge = load_judge(args, tokenizer, trainer_state, device)
+    get_judge_scores = None  # like get_scores, for the function of --judge-fn
+    if args.judge_fn is not None:
+        get_judge_scores = partial(score_responses, load_functions([args.judge_fn]), trainer_state, device)
+    # judge(posts, responses) -> verdicts. Only the main process has it, so that a server is asked once.
+    judge = load_judge(args, tokenizer, trainer_state, device) if accelerator.is_main_process else None
     policy_name = args.sft_model_path or args.model_name_or_path
     policy = load_policy(args, policy_name, device)
     ref_model = load_reference(args, policy, policy_name, device)
-    max_tokens = max(len(post["ids"]) for post in train_prompts + held_out_prompts) + T
-    check_model(policy, policy_name, max_tokens)
-    # Three names for the same weights. `policy`, the Hugging Face model, generates. `model` wraps it: its
-    # forward pass gives log-probabilities. `learner` is what the optimizer trains: `model` itself, DDP around
-    # it or, with FSDP2 and ZeRO-3, a sharded copy. copy_weights copies that back after each update.
-    model = Policy(policy)
+    check_model(policy, max(len(post["ids"]) for post in train_prompts + held_out_prompts) + T)
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)  # [any number]
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
+    if is_bf16:
+        round_frozen_weights(policy, only_if_exact=True)
+    model = Policy(policy)
+    learner, optimizer = make_learner(model, args, accelerator)  # learner: the model, or DDP around it
 
     accelerator.print(
         f"recipe {args.recipe}: {policy_name} with the tokenizer of {tokenizer_name}, "
@@ -379,21 +311,15 @@ def train(args):
         f"{updates * args.num_ppo_epochs * args.num_mini_batches} optimizer steps"
     )
 
-    learner, optimizer = make_learner(model, args, accelerator)
-    if is_bf16:  # autocast would round frozen weights (with LoRA or shared layers) in every pass
-        round_frozen_weights(policy, only_if_exact=True)
-
-    # The random numbers of an evaluation depend only on the seed, so they are the same before and after
-    # training. In a resumed run too, `before` measures the initial policy, because run.start loads a
-    # checkpoint only below.
+    # The random numbers of an evaluation depend only on the seed, so the evaluations before and after
+    # training use the same ones, and so does a resumed run: run.start loads a checkpoint only below.
     held_out = draw_batch(held_out_prompts, 1, args, "held-out")
-    # respond(batch) -> b, responses. It samples, calls get_scores, and computes log-probabilities.
+    # respond(batch) -> b (a dict of tensors), responses
     respond = partial(rollout, model, ref_model, tokenizer, stop_ids, get_scores, args=args)
     with autocast:
         before = evaluate(respond, held_out, args, accelerator)
 
     state = run.start(B)  # update 0 in a new run
-    copy_weights(learner, model)  # run.start may have loaded a checkpoint into the learner
     is_first_step = True
 
     for update in range(state["update"] + 1, updates + 1):
@@ -402,28 +328,20 @@ def train(args):
         #    result does not depend on the number of processes, up to rounding.
         start_time = time.time()
         trainer_state.global_step = update - 1
-        # Nothing here uses the global generators, but your own reward function might. Each process has its
-        # own seed.
+        # Your reward function may draw from the global generators. Nothing else does.
         set_global_seed(args.seed, update, accelerator.process_index)
-        # The next P prompts of an endless stream of shuffled passes.
         numbers = stream_rows(len(train_prompts), (update - 1) * P, P, args.seed)
         prompt_batch = draw_batch([train_prompts[i] for i in numbers], k, args, update)
         with accelerator.split_between_processes(prompt_batch) as prompt_share, autocast:
             b, responses = respond(prompt_share)
-        # The scores of --judge-fn are only logged. If they fall while those of the reward rise, the policy
-        # over-optimizes the reward.
-        if get_judge_scores is not None:
+        if get_judge_scores is not None:  # only logged; they fall if the policy over-optimizes the reward
             posts = [post for post in prompt_share["examples"] for _ in range(k)]
             b["judge_scores"] = score_texts(get_judge_scores, tokenizer, posts, responses)
-        # b, with one row per response: ids, mask [B, C + T]; lengths, stopped, raw_scores, rewards/NAME [B];
-        # sampling_logprobs, logprobs (old), ref_logprobs and entropies [B, T]. After gather, it has the
-        # rollouts of all processes. `responses` has only the texts of this process.
-        b = accelerator.gather(b)
+        b = accelerator.gather(b)  # from here, b has the rows of all processes; the texts are only our own
         C = b["ids"].shape[1] - T  # positions of the longest prompt in this batch
         valid = length_mask(b["lengths"], T)  # [B, T]
         # The old log-probabilities come from the forward pass of the update (see rollout), so that ratios
-        # start at 1. Those of generation, one token at a time with a cache, are only compared with them. A
-        # large gap means that sampling and update read different texts; bf16 explains much less.
+        # start at 1. Those of generation, one token at a time with a cache, are only compared with them.
         sampling_gap = (b["sampling_logprobs"] - b["logprobs"])[valid].abs()
         if is_first_step:
             gap = sampling_gap.mean()
@@ -437,25 +355,19 @@ def train(args):
         if args.missing_eos_penalty is not None:
             scores = torch.where(b["stopped"], scores, scores - args.missing_eos_penalty)
 
-        # 3. Rewards: one per response, with the KL of the whole response. Here it is always k1. If
-        #    kl_estimator is k2 or k3, it is only logged, and the estimator is for the loss.
+        # 3. Rewards: one per response, with the KL of the whole response. (k2 and k3 are for the loss.)
         token_kl = kl_per_token(b["logprobs"], b["ref_logprobs"], "k1")  # [B, T], 0 after the end
         kl = token_kl.sum(1)  # [B]
         rewards = scores - args.kl_coef * kl if args.kl_estimator == "k1" else scores
         if args.whiten_rewards:
             rewards = rewards / rewards.std(correction=0).clamp(min=1e-8)
 
-        # 4. Advantages: the baseline is the mean reward of the other responses to the same prompt. To leave
-        #    out a response, set its advantage to 0. (It still counts in the number of responses, and its
-        #    reward in the baselines of its group. With k2 or k3, its KL is still in the loss.)
+        # 4. Advantages: the baseline is the mean reward of the other responses to the same prompt.
         advantages = rloo_advantages(rewards, k)  # [B]
 
-        # 5. Update. A minibatch, and each process's share of it, consists of whole groups, drawn from the
-        #    global batch. It is trained on n rows at a time, and neighboring rows of a group share one pass
-        #    over their prompt (response_logprobs). n need not be a multiple of k: if a micro-batch cuts a
-        #    group, its prompt is read once more. The loss is the sum over this process's responses, divided
-        #    by the number of responses in the minibatch on all processes. So the gradient does not depend on
-        #    how a minibatch is split.
+        # 5. Update. Minibatches of whole groups are drawn from the global batch; each process trains on its
+        #    share, n rows at a time. The loss is the sum over its responses, divided by the number of
+        #    responses in the whole minibatch. So the gradient does not depend on how a minibatch is split.
         learner.train(args.gradient_checkpointing)  # there is no dropout; only checkpointing needs train mode
         for param_group in optimizer.param_groups:
             param_group["lr"] = learning_rate(args, update, updates)
@@ -466,10 +378,9 @@ def train(args):
                 with accelerator.split_between_processes(minibatch) as share:
                     # Row numbers of their responses, short ones first: similar lengths need less padding.
                     rows_of_share = sorted_groups(share, b["lengths"], k, can_reuse_prompts(policy))
-                # Do not drop rows here: accelerate counts the micro-batches (asserted below).
-                for rows in rows_of_share.split(n):
-                    # What follows the longest response is cut off. t is the T of the functions called below.
-                    t = b["lengths"][rows].max().item()
+                for rows in rows_of_share.split(n):  # a micro-batch
+                    t = b["lengths"][rows].max().item()  # what follows the longest response is cut off
+
                     # accumulate: processes exchange gradients only at the last micro-batch.
                     with accelerator.accumulate(learner):
                         with autocast:
@@ -485,8 +396,8 @@ def train(args):
                         response_loss = policy_loss  # [n]
                         if args.kl_estimator != "k1":
                             ref_logprobs = b["ref_logprobs"][rows, :t]
-                            mb_kl = kl_per_token(new_token_logprobs, ref_logprobs, args.kl_estimator)
-                            response_loss = policy_loss + args.kl_coef * mb_kl.sum(1)
+                            loss_kl = kl_per_token(new_token_logprobs, ref_logprobs, args.kl_estimator)
+                            response_loss = policy_loss + args.kl_coef * loss_kl.sum(1)
                         loss = response_loss.sum() / (len(minibatch) * k)
                         # We want the sum, but DDP averages over processes, and accelerate over micro-batches.
                         accelerator.backward(loss * world * args.gradient_accumulation_steps)
@@ -496,7 +407,7 @@ def train(args):
                         response_metrics = {
                             "loss/policy_avg": policy_loss,
                             "policy/approxkl_avg": 0.5 * log_ratio**2,
-                            # clipfrac: the fraction of responses whose loss is higher because of clipping.
+                            # the fraction of responses whose loss is higher because of clipping
                             "policy/clipfrac_avg": is_clipped,
                             "val/ratio": ratio,
                             "val/ratio_var": (ratio - 1) ** 2,  # becomes the variance below
@@ -504,8 +415,7 @@ def train(args):
                         }
                         for name, x in response_metrics.items():
                             metric_sums[name] += x.float().sum()
-                        # No optimizer step since the rollout: these are log-probabilities of one policy.
-                        if is_first_step:
+                        if is_first_step:  # these are log-probabilities of one policy
                             token_gap = new_token_logprobs - b["logprobs"][rows, :t]
                             gap = token_gap[valid[rows, :t]].abs().mean()
                             assert gap < 0.02, f"rollout and update differ by {gap:.2g} nats per token"
@@ -514,8 +424,7 @@ def train(args):
                 is_first_step = False
                 grad_norm = accelerator.clip_grad_norm_(learner.parameters(), args.max_grad_norm or math.inf)
                 optimizer.step()
-                optimizer.zero_grad()
-        copy_weights(learner, model)
+                optimizer.zero_grad(set_to_none=world == 1)  # DDP keeps gradients in its buckets
 
         # 6. Log. Metrics that TRL also logs keep its names: "objective/scores" is after clipping and penalty,
         #    "env/reward_mean" is before.
@@ -535,20 +444,17 @@ def train(args):
             "objective/kl_coef": args.kl_coef,
             "objective/entropy": -b["logprobs"].sum(1).mean(),  # per response, estimated from its own tokens
             "objective/non_score_reward": -args.kl_coef * kl.mean(),
-            # The objective of RLHF: the score minus the KL. With k2 or k3 in the loss, the update follows its
-            # gradient only approximately (see kl_per_token).
             "objective/rlhf_reward": scores.mean() - args.kl_coef * kl.mean(),
             "objective/scores": scores.mean(),
             **update_metrics,
-            "grad_norm": unshard(grad_norm),  # of the last optimizer step, before clipping
+            "grad_norm": grad_norm,  # of the last optimizer step, before clipping
             "val/clipfrac_avg": 0.0,  # there is no value function to clip; TRL logs this 0 too
             "val/num_eos_tokens": b["stopped"].sum(),
             "env/reward_mean": b["raw_scores"].mean(),
             "env/reward_std": b["raw_scores"].std(correction=0),
-            # The fraction of groups with equal raw scores, up to rounding. Only the penalties (KL, EOS) can
-            # tell their responses apart.
+            # the fraction of groups with equal raw scores: only KL and EOS penalties tell them apart
             "frac_reward_zero_std": (score_std_of_groups < 1e-6).float().mean(),
-            **reward_means(b),  # rewards/NAME/mean, one for each reward function
+            **{f"{key}/mean": x.nanmean().nan_to_num() for key, x in b.items() if key.startswith("rewards/")},
             "completions/mean_length": lengths.mean(),
             "completions/min_length": lengths.min(),
             "completions/max_length": lengths.max(),
@@ -560,19 +466,15 @@ def train(args):
         }
         metrics["eps"] = B / metrics["perf/seconds"]  # episodes per second
         if get_judge_scores is not None:
-            # nan: the function returned None. If it always does, the mean is logged as 0, because run.log
-            # refuses nan.
-            metrics["judge/scores"] = b["judge_scores"].nanmean().nan_to_num()
+            metrics["judge/scores"] = b["judge_scores"].nanmean().nan_to_num()  # nan: does not apply
         if args.eval_every and update % args.eval_every == 0 and update < updates:
-            trainer_state.global_step = updates  # as in the other evaluations
+            trainer_state.global_step = updates
             with autocast:
                 evaluation, columns = evaluate(respond, held_out, args, accelerator)
             if judge is not None:
                 evaluation |= win_rate(judge(held_out_prompts, columns["response"]))
             metrics |= {f"eval/{name}": x for name, x in evaluation.items()}
         run.log(metrics)  # tensors become numbers; raises if one is not finite
-        if (scores == scores[0]).all():
-            accelerator.print("all scores are equal (because of --score-clip?): the reward teaches nothing")
         if args.num_sample_generations and (
             update == 1 or update % max(1, updates // args.num_sample_generations) == 0
         ):
@@ -610,13 +512,9 @@ def train(args):
 def evaluate(respond, batch, args, accelerator):
     """Summarize the held-out posts, with the same random numbers before and after training.
 
-    respond: rollout, with everything but the batch filled in. Each process takes its share of the
-    posts.
-    -> metrics: dict of floats; columns: dict of lists with one entry per post, such as prompt, response and
-    score (before clip and penalty)
+    respond: rollout, with everything but the batch filled in. Each process takes its share of the posts.
+    -> metrics (dict of floats), columns (dict of lists, one entry per post); scores without clip and penalty
     """
-    # Nothing here uses the global generators, but your own reward function might.
-    set_global_seed(args.seed, "held-out", accelerator.process_index)
     with accelerator.split_between_processes(dict(batch)) as share:  # a copy, because accelerate changes it
         b, responses = respond(share)
     columns = {
@@ -643,16 +541,14 @@ def evaluate(respond, batch, args, accelerator):
 def win_rate(verdicts):
     """How often the response is better than the reference summary; a tie counts as half a win.
 
-    verdicts [number of posts]: 1 (the response wins), 0 (the reference wins), 0.5 (a tie) or nan (no verdict,
-    which does not count) -> dict of floats
+    verdicts [posts]: 1 (the response wins), 0 (the reference), 0.5 (a tie), nan (none) -> dict of floats
     """
     given = verdicts[~verdicts.isnan()]
     if len(given) == 0:
         raise UserError("the judge gave no verdict at all")
-    standard_error = given.std(correction=0).item() / len(given) ** 0.5
     return {
         "win rate": given.mean().item(),
-        "+- (95 % interval)": 1.96 * standard_error,
+        "+- (95 % interval)": 1.96 * (given.std(correction=0).item() / len(given) ** 0.5),
         "ties": (given == 0.5).float().mean().item(),
         "no verdict": 1 - len(given) / len(verdicts),
     }
@@ -661,8 +557,7 @@ def win_rate(verdicts):
 def distinct_bigrams(texts):
     """Different pairs of neighboring words / all pairs, in all texts (compare Li et al. 2016). -> float
 
-    It falls if a policy repeats itself, even if no two responses are equal. It also falls as the number of
-    texts grows, so compare only equal numbers of texts.
+    It falls if a policy repeats itself. It also falls as the number of texts grows.
     """
     pairs = []
     for text in texts:
@@ -709,18 +604,14 @@ def generator_for(seed, *purpose):
 def rollout(model, ref_model, tokenizer, stop_ids, get_scores, batch, args):
     """Sample k responses to each post, score them, and compute old and reference log-probabilities.
 
-    get_scores: from load_reward; batch: from draw_batch. Returns
-    - the dict of sample_responses, and raw_scores (the weighted sum of the rewards) [P * k]; logprobs,
-      ref_logprobs, entropies [P * k, T]
-    - the responses, P * k str
+    get_scores: from load_reward; batch: from draw_batch
+    -> the dict of sample_responses, and raw_scores (the weighted sum of the rewards) [P * k]; logprobs,
+    ref_logprobs, entropies [P * k, T]; the responses, P * k str
     """
-    # sample_responses also calls get_scores, whose results are the rewards/NAME in b.
     b, responses = sample_responses(model.policy, tokenizer, stop_ids, get_scores, batch, args)
-    scores_by_name = {name: x for name, x in b.items() if name.startswith("rewards/")}
 
-    # The same forward pass, and as many rows at a time, as in the update. Dropout is 0, so the ratio is 1
-    # until the first optimizer step, up to rounding. The log-probabilities from generation differ more, and
-    # the sum over a response adds the differences up, so they are only checked and logged.
+    # Compute log-probabilities exactly as in the update: with the same forward pass, and as many rows at a
+    # time. So the ratio is 1 until the first optimizer step, up to rounding.
     P, k, T = batch["uniforms"].shape
     C = b["ids"].shape[1] - T
     logprobs, entropies, ref_logprobs = torch.zeros(3, P * k, T, device=stop_ids.device)
@@ -732,23 +623,16 @@ def rollout(model, ref_model, tokenizer, stop_ids, get_scores, batch, args):
         logprobs[rows, :t], entropies[rows, :t] = model(*inputs)
         ref_logprobs[rows, :t] = reference_logprobs(ref_model, model.policy, *inputs)
 
+    scores_by_name = [x for name, x in b.items() if name.startswith("rewards/")]
+    weights = args.reward_weights or [1.0] * len(scores_by_name)
+    scores = zip(weights, scores_by_name, strict=True)
     b |= {
-        "raw_scores": weighted_sum(scores_by_name, args.reward_weights),
+        "raw_scores": sum(weight * x.nan_to_num() for weight, x in scores),  # nan: does not apply to a row
         "logprobs": logprobs,
         "ref_logprobs": ref_logprobs,
         "entropies": entropies,
     }
     return b, responses
-
-
-def weighted_sum(scores, weights=None):
-    """The sum of weight * score.
-
-    scores: dict of name -> [B]; weights: floats in the same order, or None for 1 each. -> [B]
-    A nan means that a score does not apply to a row (the function returned None), and counts as 0.
-    """
-    weights = weights or [1.0] * len(scores)
-    return sum(weight * values.nan_to_num() for weight, values in zip(weights, scores.values(), strict=True))
 
 
 def sorted_groups(groups, lengths, k, reuses_prompts):
@@ -793,11 +677,11 @@ def sample_responses(policy, tokenizer, stop_ids, get_scores, batch, args):
 
     # 2. Decode and reward.
     response_tokens = list_tokens(tokens, valid)
-    # A stop token is not part of the text, unless --stop-token-id names an ordinary one, such as ".".
-    cut_ids = {*stop_ids.tolist()}
-    if args.stop_token_id is not None:
-        cut_ids &= {*tokenizer.all_special_ids}
-    text_tokens = [ids[:-1] if ids[-1] in cut_ids else ids for ids in response_tokens]
+    is_text = valid & ~is_stop
+    if args.stop_token_id is not None:  # it may name an ordinary token, such as ".", which is text
+        special_ids = torch.tensor(tokenizer.all_special_ids, device=tokens.device)
+        is_text |= is_stop & ~torch.isin(tokens, special_ids)
+    text_tokens = list_tokens(tokens, is_text)
     _, responses = decode(tokenizer, list_tokens(prompt_ids, prompt_mask), text_tokens)  # P * k str
     examples = [example for example in batch["examples"] for _ in range(k)]
     scores_by_name = get_scores(examples, responses, response_tokens)  # name -> [P * k]
@@ -895,7 +779,7 @@ def response_lengths(tokens, stop_ids):
 
 
 class Policy(nn.Module):
-    """The policy with the forward pass of the update, so that DDP, FSDP2 or DeepSpeed can wrap it."""
+    """The policy with the forward pass of the update, so that DDP or DeepSpeed can wrap it."""
 
     def __init__(self, policy):
         super().__init__()
@@ -931,7 +815,7 @@ def response_logprobs(lm, ids, mask, T, temperature):
     valid = mask[:, -T:]
     rows, columns = valid.nonzero(as_tuple=True)  # only once, because nonzero waits for the GPU
     flat_hidden, flat_tokens = hidden[rows, columns], ids[:, -T:][rows, columns]
-    # log softmax of token_logits at the tokens, and its entropies. Part II computes them in chunks of rows.
+    # log softmax of token_logits at the tokens, and its entropies
     logprobs, entropies = token_logprobs(flat_hidden, head.weight, flat_tokens, temperature, head.bias)
     zeros = torch.zeros(valid.shape, device=ids.device)
     return zeros.masked_scatter(valid, logprobs), zeros.masked_scatter(valid, entropies)
@@ -993,72 +877,110 @@ def token_logits(hidden, weight, temperature=1.0, bias=None):
         return F.linear(hidden, weight.float(), None if bias is None else bias / temperature)
 
 
+def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
+    """log softmax((hidden @ weight.T + bias) / temperature) at the tokens, and the entropies of the softmax.
+
+    hidden [N, H], weight [V, H], tokens [N], bias [V] or None -> logprobs, entropies, both fp32 [N], in nats.
+    The logits of all N tokens may need more memory than the model, so they are computed in chunks of rows.
+    Chunks within the budget stay in memory for the backward pass; the others are computed again there.
+    """
+    budget = 2**26 if hidden.is_cuda else 2**25  # numbers: 256 or 128 MiB; twice that while they are kept
+    rows_at_once = budget // len(weight) if hidden.is_cuda else 128
+
+    def logprobs_of_chunk(hidden, tokens):
+        log_p = token_logits(hidden, weight, temperature, bias).log_softmax(1)  # [rows, V]
+        return log_p.gather(1, tokens[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(1)
+
+    outputs = []
+    for i, chunk in enumerate(zip(hidden.split(rows_at_once), tokens.split(rows_at_once))):
+        if (i + 1) * rows_at_once * len(weight) <= budget:
+            outputs.append(logprobs_of_chunk(*chunk))
+        else:
+            outputs.append(checkpoint(logprobs_of_chunk, *chunk, use_reentrant=False))
+    logprobs, entropies = zip(*outputs)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
 # ============================================================================================================
-# Part II: infrastructure. Nothing below is needed to understand RLOO: here are models, rewards, judges, data,
-# files and flags. The scripts share these functions, copied verbatim, so a few arguments are used only in
-# another one.
+# Part II: infrastructure. Nothing below is needed to understand RLOO: recipes, models, rewards, judges, data,
+# files and flags. The scripts share these functions, copied verbatim. check.py checks flags and data.
 # ============================================================================================================
 
 SCRIPT = Path(__file__).stem
 HERE = Path(__file__).resolve().parent  # recipes name folders next to this file
 
 
-class UserError(Exception):
-    """An error the user can fix: printed on one line, exit code 2.
+RECIPES = {
+    "tiny": Args(  # small models and data that come with this repository
+        optimizer="torch.optim.AdamW",  # with weight decay 0.01; in the other recipes and in TRL, it is 0
+        model_name_or_path="checkpoints/tldr-sft",
+        reward_model_path="checkpoints/tldr-reward",
+        dataset_name="data/tldr",
+        judge_fn="data/make_tldr.py:gold_score",
+        dtype="float32",
+        total_episodes=10_240,
+        per_device_train_batch_size=64,
+        num_mini_batches=2,
+        num_ppo_epochs=1,
+        local_rollout_forward_batch_size=128,
+        rloo_k=4,
+        response_length=40,
+        temperature=1.0,
+        missing_eos_penalty=1.0,
+        learning_rate=3e-4,
+        num_eval_prompts=300,
+        num_sample_generations=3,
+    ),
+    "pythia-14m": Args(  # TRL's first command, a test only: its reward model has a random head
+        model_name_or_path="EleutherAI/pythia-14m",
+        reward_model_path="EleutherAI/pythia-14m",
+        total_episodes=10_000,
+        per_device_train_batch_size=64,
+        missing_eos_penalty=1.0,
+    ),
+    "tldr-pythia-1b": Args(  # TRL's second command, with Adam's epsilon of Huang et al. 2024
+        model_name_or_path="EleutherAI/pythia-1b-deduped",
+        sft_model_path="cleanrl/EleutherAI_pythia-1b-deduped__sft__tldr",
+        num_ppo_epochs=2,
+        num_mini_batches=2,
+        per_device_train_batch_size=32,  # 32 x 2 = TRL's 8 x 8, in fewer passes for a GPU with 80 GB
+        gradient_accumulation_steps=2,
+        local_rollout_forward_batch_size=128,
+        missing_eos_penalty=1.0,
+        kl_coef=0.03,
+        save_every=100,  # a checkpoint takes 12 GB
+        adam_eps=1e-5,
+    ),
+}
 
-    Only for mistakes that would otherwise be silent, and for the most common ones. The libraries report
-    everything else, with a traceback.
-    """
+
+class UserError(Exception):
+    """An error that would otherwise be silent: printed on one line, exit code 2."""
 
 
 # ---- Models ------------------------------------------------------------------------------------------------
 
 
 def resolve_path(name):
-    """Look for a folder in the working directory, then next to this file; else return a Hub name.
-
-    A run folder means the model in it.
-    """
+    """A path here or next to this file, or else a Hub name. A run folder means the model in it."""
     for path in (Path(name), HERE / name):
         if path.exists():
             return str(path / "model" if (path / "model/config.json").exists() else path)
-    # transformers would say that there is no connection to the Hub.
-    if str(name).startswith(("/", ".", "checkpoints/", "data/", "runs/")):
-        raise UserError(f"{name}: no such file or folder")
     return name
 
 
-def load_model(auto_class, name, new_head=False, **kwargs):
-    """A model in fp32 without dropout. If the folder holds a LoRA adapter, it is merged into its base model.
-    Some kinds of layers are replaced by faster equivalents.
-
-    Weights that are missing from the checkpoint would be random, so they are refused. new_head: accept it if
-    those of the head are missing.
-    """
+def load_model(auto_class, name, **kwargs):
+    """A model in fp32 without dropout. Some kinds of layers are replaced by faster equivalents."""
     path = resolve_path(name)
     if transformers.utils.peft_utils.find_adapter_config_file(path) is not None:
-        import peft
-
-        adapter = peft.PeftConfig.from_pretrained(path)
-        new_head = new_head or adapter.task_type == "SEQ_CLS"  # then peft saves the head with the adapter
-        base = load_model(auto_class, adapter.base_model_name_or_path, new_head, **kwargs)
-        model = peft.PeftModel.from_pretrained(base, path).merge_and_unload()
-        model.name_or_path = path  # a new adapter trained on top will name this as its base
-        for p in model.parameters():
-            p.requires_grad_(p.is_floating_point())  # peft froze them
-        return model
-    kwargs |= dict(dtype=torch.float32, output_loading_info=True)
+        raise UserError(f"{name} is a LoRA adapter: merge it first (docs/running.md, LoRA)")
     device = accelerate.PartialState().device
     if device.type == "cuda":  # else the models of all processes would be in the CPU's memory first
         kwargs["device_map"] = {"": device}
-    model, report = auto_class.from_pretrained(path, **kwargs)
-    missing = [*report["missing_keys"], *(key for key, *shapes in report["mismatched_keys"])]
-    if new_head:
-        # Accept missing weights outside of the transformer, and in BERT's pooler, which is part of the head.
-        body = f"{model.base_model_prefix}."
-        missing = [key for key in missing if key.startswith(body) and "pooler" not in key]
-    if missing:
-        raise UserError(f"{name}: weights are missing from the checkpoint, such as {min(missing)}")
+    model, report = auto_class.from_pretrained(path, dtype=torch.float32, output_loading_info=True, **kwargs)
+    missing = [*report["missing_keys"], *report["mismatched_keys"]]
+    if missing:  # they would be random
+        raise UserError(f"{name}: weights are missing from the checkpoint, such as {missing[0]}")
     for module in model.modules():
         for key, value in vars(module).items():
             is_noise = "drop" in key or "jitter" in key or isinstance(module, nn.Dropout)
@@ -1074,94 +996,36 @@ def load_model(auto_class, name, new_head=False, **kwargs):
     return model
 
 
-def context_length(config):
-    """The number of tokens that a model can read; a million if its config does not say."""
-    context = getattr(config.get_text_config(), "max_position_embeddings", None) or -1
-    return context if context > 0 else 1_000_000
-
-
 def load_tokenizer(name):
     """The tokenizer of a folder or Hub name. If it has no pad token, EOS becomes the pad."""
     tokenizer = AutoTokenizer.from_pretrained(resolve_path(name))
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    # Without tokenizer files, transformers returns a tokenizer with nothing but special and added tokens.
-    if set(tokenizer.get_vocab()) <= set(tokenizer.get_added_vocab()):
-        raise UserError(f"{name} has no tokenizer")
     return tokenizer
 
 
-def refuse_appended_eos(tokenizer, name):
-    """Raise if the tokenizer appends EOS to every text, because a prompt does not end there."""
-    last, last_of_text = tokenizer("a").input_ids[-1], tokenizer("a", add_special_tokens=False).input_ids[-1]
-    if last == tokenizer.eos_token_id and last != last_of_text:
-        raise UserError(f"{name}: its tokenizer appends EOS to every text; set add_eos_token to false")
-
-
-def refuse_two_bos(tokenizer, texts):
-    """Raise if a text (a list of token ids) begins with BOS twice: one of its own, and the tokenizer's."""
-    if tokenizer.bos_token_id is not None and any(ids[:2] == 2 * [tokenizer.bos_token_id] for ids in texts):
-        raise UserError("a text begins with BOS twice: the tokenizer adds one, so remove it from the data")
-
-
 def set_template_options(tokenizer, args):
-    """Make the values of --chat-template-kwargs the defaults of the chat template.
-
-    The template is saved with the model, so the next script and plain transformers render chats alike.
-    """
-    # transformers passes these itself, so their defaults would have no effect.
-    passed = {"messages", "tools", "documents", "add_generation_prompt", *tokenizer.special_tokens_map}
+    """Make the values of --chat-template-kwargs the defaults of the chat template, which the model's folder
+    will contain. So the next script and plain transformers render chats alike."""
     for name, value in json.loads(args.chat_template_kwargs or "{}").items():
-        template = tokenizer.chat_template or ""
-        if name in passed or not re.search(rf"\b{name}\b", template):
-            raise UserError(f"--chat-template-kwargs: the chat template has no option {name}")
-        tokenizer.chat_template = f"{{% set {name} = {name} | default({value!r}) %}}\n{template}"
+        option = f"{{% set {name} = {name} | default({value!r}) %}}"
+        tokenizer.chat_template = f"{option}\n{tokenizer.chat_template}"
 
 
 @torch.no_grad()
-def check_model(lm, name, max_tokens):
-    """Refuse a model unless sampling, update and the model itself compute the same log-probabilities.
-
-    This samples two responses to each of two left-padded prompts. Prompt and response have max_tokens tokens,
-    so that a sliding window shows too. One response ends at its first token, so its row is dropped.
-    """
-    if context_length(lm.config) < max_tokens:
-        raise UserError(
-            f"{name} reads fewer tokens than the {max_tokens} of prompt and response together: lower "
-            "--max-prompt-length or --response-length"
-        )
-    C, T, device = max(max_tokens - 4, 4), 4, lm.device
-    prompt_lengths = torch.tensor([C // 2, C - 1], device=device)
-    ids = torch.randint(lm.config.get_text_config().vocab_size, (2, C), device=device)
-    mask = length_mask(prompt_lengths, C).flip(1)
-    no_stop = torch.tensor([-1], device=device)
-    uniforms = torch.rand(2, 2, T, dtype=torch.float64, device=device)
-    first_tokens, _ = generate(lm.eval(), ids, mask, uniforms[:, :, :1], no_stop, 1.0)
-    stop_id = first_tokens[0, 0]
-    tokens, sampled = generate(lm, ids, mask, uniforms, stop_id, 1.0)  # [4, T] each
-    lengths = response_lengths(tokens, stop_id)
-    ids = torch.cat([ids.repeat_interleave(2, 0), tokens], 1)
-    mask = torch.cat([mask.repeat_interleave(2, 0), length_mask(lengths, T)], 1)
-    updated, _ = response_logprobs(lm.train(), ids, mask, T, 1.0)  # [4, T]
-    compare_logprobs(lm, name, ids, mask, lengths, sampled, updated)
-
-
-def compare_logprobs(lm, name, ids, mask, lengths, *ours):
-    """Refuse a model whose own log-probabilities of the responses differ from those that we computed.
-
-    ids, mask [B, C + T]; lengths of the responses [B]; ours: computed in two ways, [B, T] each
-    """
-    # Some models squash their logits: Gemma 2 computes 30 * tanh(logits / 30). That shows only when
-    # logits are large. So they are multiplied by 64 before the tanh, and divided by 64 after it.
+def check_model(lm, max_tokens):
+    """Raise if the model's own log-probabilities of a text differ from ours, which read it left-padded."""
+    length = max(max_tokens - 3, 2)  # and three positions of padding
+    ids = torch.randint(lm.config.get_text_config().vocab_size, (1, length), device=lm.device)
+    mask = F.pad(torch.ones_like(ids, dtype=torch.bool), (3, 0))
+    ours, *_ = response_logprobs(lm.train(), F.pad(ids, (3, 0)), mask, length - 1, 1.0)
+    # Gemma 2 computes 30 * tanh(logits / 30), which shows only if logits are large. So multiply them by 64,
+    # and divide what the model makes of them by 64. Without a cap, nothing changes.
     hook = lm.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: 64 * logits)
-    own = torch.zeros(len(ids), device=ids.device)  # sums over the tokens of a response
-    for row, length in enumerate(lengths.tolist()):
-        text = ids[row, mask[row]]  # without padding
-        logits = lm(text[None], logits_to_keep=length + 1).logits[0, :-1].float() / 64  # [length, V]
-        own[row] = -F.cross_entropy(logits, text[-length:], reduction="sum")
+    logits = lm.eval()(ids).logits[0, :-1].float() / 64
     hook.remove()
-    gap = (torch.stack(ours).sum(2) - own).abs().max()
-    if not gap < (0.3 if getattr(lm, "is_quantized", False) else 0.1):  # 8-bit weights are rounded
-        raise UserError(f"{name} does not work here: its own log-probabilities differ from ours by {gap:.2g}")
+    gap = (ours.flatten() + F.cross_entropy(logits, ids[0, 1:], reduction="none")).abs().mean()
+    if not gap < 0.1:
+        raise UserError(f"{lm.name_or_path} does not work here: its log-probabilities differ by {gap:.2g}")
 
 
 def can_reuse_prompts(model):
@@ -1172,7 +1036,7 @@ def can_reuse_prompts(model):
     """
     layers = transformers.DynamicCache(config=model.config).layers
     has_states = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
-    return not (has_states or model.is_activation_checkpointing)
+    return not (has_states or model.is_gradient_checkpointing)
 
 
 def trainable(module):
@@ -1185,22 +1049,17 @@ def transformer_layers(model):
     return max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
 
 
-@torch.no_grad()
 def round_frozen_weights(model, only_if_exact):
-    """Store the frozen weights of linear layers in bf16. Under autocast in bf16, no result changes.
+    """Store frozen weights of linear layers in bf16, because autocast would round them in every pass.
 
-    Autocast would round them in every forward pass, because it keeps rounded copies of trained weights only.
-    only_if_exact: leave out weights that would change, because the model is saved. (A checkpoint in bf16 has
-    none.) Call it after make_learner: FSDP2 shards layers whose weights have one dtype.
+    only_if_exact: leave out weights that would change, because the model is saved.
     """
     for layer in transformer_layers(model).modules():
         if isinstance(layer, (nn.Linear, transformers.pytorch_utils.Conv1D)):
             weight = layer.weight
-            if weight.requires_grad or weight.dtype != torch.float32:  # trained, or quantized
-                continue
-            rounded = weight.bfloat16()
-            if not only_if_exact or torch.equal(rounded.float(), weight):
-                weight.data = rounded
+            is_frozen = weight.dtype == torch.float32 and not weight.requires_grad
+            if is_frozen and not (only_if_exact and (weight.bfloat16() != weight).any()):
+                weight.data = weight.bfloat16()
 
 
 def add_lora(model, args):
@@ -1211,41 +1070,20 @@ def add_lora(model, args):
     names = args.lora_target_modules.replace(" ", "").split(",")
     targets = "all-linear" if names == ["all-linear"] else names
     config = peft.LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, target_modules=targets)
-    model = peft.get_peft_model(model, config)
-    found = {layer.split(".")[-1] for layer in model.targeted_module_names}
-    if targets != "all-linear" and found != set(names):  # peft complains only if it finds none
-        raise UserError(f"--lora-target-modules {','.join(names)}: only {found} are names of layers")
-    # Some scripts read the output layer's weights, without an adapter. Embeddings may share these weights.
-    base = model.get_base_model()
-    if any(hasattr(x, "base_layer") for x in (base.get_input_embeddings(), base.get_output_embeddings())):
-        raise UserError("--lora-target-modules: embeddings and the output layer cannot have an adapter")
-    return model
-
-
-def freeze_layers(policy, count):
-    """Freeze the policy's embeddings and first layers. load_reference shares them."""
-    layers = transformer_layers(policy)
-    if count > len(layers):
-        raise UserError(f"--num-shared-layers {count}: the model has {len(layers)} layers")
-    embeddings = [m for m in policy.modules() if isinstance(m, nn.Embedding)]
-    for module in (*embeddings, *layers[:count]):
-        module.requires_grad_(False)
+    return peft.get_peft_model(model, config)
 
 
 def load_policy(args, name, device):
-    """The policy to train."""
-    if args.num_shared_layers and (args.lora_r or args.load_in_8bit):
-        raise UserError("--num-shared-layers cannot be combined with --lora-r or --load-in-8bit")
+    """The policy to train: whole, with a LoRA adapter, or with frozen embeddings and first layers."""
     policy = load_model(AutoModelForCausalLM, name, **(eight_bit(args) if args.lora_r else {})).to(device)
-    if not all(p.is_floating_point() for p in policy.parameters()) and not args.lora_r:
-        raise UserError(f"{name}: quantized weights cannot be trained: add --lora-r 16")
     if args.lora_r:
         policy = add_lora(policy, args)
     if args.num_shared_layers:
-        freeze_layers(policy, args.num_shared_layers)
+        embeddings = [m for m in policy.modules() if isinstance(m, nn.Embedding)]
+        for module in (*embeddings, *transformer_layers(policy)[: args.num_shared_layers]):
+            module.requires_grad_(False)
     if args.gradient_checkpointing:
-        # transformers' new name for gradient_checkpointing_enable
-        policy.activation_checkpointing_enable(dict(use_reentrant=False))
+        policy.gradient_checkpointing_enable(dict(use_reentrant=False))
     return policy
 
 
@@ -1255,7 +1093,7 @@ def load_reference(args, policy, name, device):
         return None
     if args.num_shared_layers:
         frozen = {id(p): p for p in policy.parameters() if not p.requires_grad}
-        ref_model = copy.deepcopy(policy, memo=frozen)  # what is in the memo is not copied
+        ref_model = copy.deepcopy(policy, memo=frozen)  # what is in the memo is shared, not copied
     else:
         ref_model = load_model(AutoModelForCausalLM, name, **eight_bit(args)).requires_grad_(False)
         if wants_bf16(args, device):
@@ -1265,12 +1103,9 @@ def load_reference(args, policy, name, device):
 
 def eight_bit(args):
     """What from_pretrained needs for --load-in-8bit."""
-    if not args.load_in_8bit:
-        return {}
-    # Threshold 0: each token is rounded alone. With the default, 6, some columns are kept in 16 bits. Which
-    # ones depends on the batch, and then the log-probabilities would too.
+    # Threshold 0: each token is rounded alone. With the default, log-probabilities would depend on the batch.
     config = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
-    return dict(quantization_config=config)
+    return dict(quantization_config=config) if args.load_in_8bit else {}
 
 
 def save_policy(policy, tokenizer, folder):
@@ -1282,64 +1117,6 @@ def save_policy(policy, tokenizer, folder):
             policy = policy.merge_and_unload()
     policy.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-
-
-# ---- Log-probabilities and entropies of tokens -------------------------------------------------------------
-
-
-def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
-    """log softmax((hidden @ weight.T + bias) / temperature) at the tokens, and the entropies of the softmax.
-
-    hidden [N, H], weight [V, H], tokens [N], bias [V] or None -> logprobs, entropies, both fp32 [N], in nats.
-    Both are differentiable: the loss may contain an entropy bonus.
-
-    The logits of all N tokens may need more memory than the model, so they are computed in chunks of rows.
-    Chunks within the budget stay in memory for the backward pass; the others are computed again there. On a
-    CPU, a chunk has 128 rows. A GPU is faster with few large products, so one chunk fills the budget.
-    """
-    is_cuda = hidden.device.type == "cuda"
-    budget = 2**26 if is_cuda else 2**25  # logits: 256 or 128 MiB
-    rows_at_once = budget // len(weight) if is_cuda else 128
-
-    def logprobs_of_chunk(hidden, tokens):
-        logits = token_logits(hidden, weight, temperature, bias)  # [rows, V]
-        return LogprobsAndEntropies.apply(logits, tokens)
-
-    outputs = []
-    for i, chunk in enumerate(zip(hidden.split(rows_at_once), tokens.split(rows_at_once))):
-        is_kept = (i + 1) * rows_at_once * len(weight) <= budget  # on a GPU, only the first chunk
-        if is_kept:
-            outputs.append(logprobs_of_chunk(*chunk))
-        else:
-            outputs.append(checkpoint(logprobs_of_chunk, *chunk, use_reentrant=False))
-    logprobs, entropies = zip(*outputs)
-    return torch.cat(logprobs), torch.cat(entropies)
-
-
-class LogprobsAndEntropies(torch.autograd.Function):
-    """log softmax at the tokens, and the entropies of the softmax. [N, V], [N] -> [N], [N]
-
-    As separate operations, the entropies would keep [N, V] numbers for a backward pass that never runs if the
-    loss does not contain them.
-    """
-
-    @staticmethod
-    def forward(ctx, logits, tokens):
-        log_p = torch.log_softmax(logits, 1)  # [N, V]
-        ctx.save_for_backward(log_p, tokens)
-        ctx.set_materialize_grads(False)  # None for a result that the loss does not contain
-        return log_p.gather(1, tokens[:, None]).squeeze(1), -log_p.exp().mul_(log_p).sum(1)
-
-    @staticmethod
-    def backward(ctx, grad_logprobs, grad_entropies):
-        log_p, tokens = ctx.saved_tensors
-        grad = torch.zeros_like(log_p)  # of log_p
-        if grad_logprobs is not None:
-            grad.scatter_(1, tokens[:, None], grad_logprobs[:, None])
-        if grad_entropies is not None:
-            # -p * (log_p + 1), but the gradient of log_softmax cancels the 1.
-            grad -= grad_entropies[:, None] * log_p.exp() * log_p
-        return torch.ops.aten._log_softmax_backward_data(grad, log_p, 1, log_p.dtype), None
 
 
 # ---- Token steps that a GPU records ------------------------------------------------------------------------
@@ -1496,10 +1273,7 @@ def sequence_logits(model, ids, mask):
 
 
 def load_reward(args, trainer_state, device):
-    """The functions of --reward-fn, or the reward model, as one function.
-
-    -> score_responses, with its first arguments filled in
-    """
+    """score_responses, for the functions of --reward-fn or for the reward model."""
     if args.reward_fn is not None:
         functions = load_functions(args.reward_fn)
     else:
@@ -1512,14 +1286,9 @@ def load_functions(names):
     functions = {}
     for name in names:
         path, _, function = name.rpartition(":")
-        if not path:
-            raise UserError(f"{name}: name a function as FILE.py:function")
         path = Path(resolve_path(path)).absolute()
         sys.path.insert(0, str(path.parent))  # so that the file can import its neighbors
-        module = importlib.import_module(path.stem)
-        if Path(module.__file__) != path or function in functions:
-            raise UserError(f"{name}: there is another module {path.stem}, or another function {function}")
-        functions[function] = getattr(module, function)
+        functions[function] = getattr(importlib.import_module(path.stem), function)
     return functions
 
 
@@ -1553,40 +1322,26 @@ def call_reward_functions(functions, trainer_state, device, rows, prompts, compl
             return [float(text.endswith(right)) for text, right in zip(completions, answer)]
 
     If prompts are lists of messages, a completion is one too: its text is completion[0]["content"].
-    rows: for each response, a dict with the columns of the data. A function gets each column except prompt as
-    a list with one entry per response. trainer_state.global_step is the number of updates so far; max_steps
-    is the total. A function returns one number per response, or None if it does not apply: that counts as 0.
+    rows: for each response, a dict with the columns of the data. A function gets each column as a list with
+    one entry per response, and returns one number per response, or None if it does not apply.
     -> dict: name of the function -> fp32 [B], nan where it does not apply
     """
     columns = {name for row in rows for name in row} - {"prompt"}
     inputs = {name: [row.get(name) for row in rows] for name in columns}
-    # A data column with one of these names raises a TypeError here.
     inputs = dict(prompts=prompts, completions=completions, completion_ids=completion_ids, **inputs)
     rewards = {}
     for name, function in functions.items():
         # A function may change what it gets, so every function and every response has a copy.
         own = {key: [copy.deepcopy(x) for x in values] for key, values in inputs.items()}
-        try:
-            with torch.autocast(device.type, enabled=False):
-                scores = list(function(**own, trainer_state=trainer_state))
-        except Exception as error:
-            error.add_note(f"in the function {name}, called with {', '.join(sorted(own))}")
-            raise
-        if len(scores) != len(rows):
-            raise UserError(f"function {name}: {len(scores)} numbers for {len(rows)} responses")
-        if not all(score is None or math.isfinite(score) for score in scores):
-            raise UserError(f"function {name}: a number is not finite")
+        with torch.autocast(device.type, enabled=False):
+            scores = list(function(**own, trainer_state=trainer_state))
         numbers = [math.nan if score is None else float(score) for score in scores]
+        wrong = [i for i, score in enumerate(scores) if score is not None and not math.isfinite(score)]
+        if wrong or len(scores) != len(rows):
+            row = f"; row {rows[wrong[0]]}: {scores[wrong[0]]}" if wrong else ""
+            raise UserError(f"function {name} must return a finite number, or None, per response{row[:300]}")
         rewards[name] = torch.tensor(numbers, device=device)
     return rewards
-
-
-def reward_means(b):
-    """The means of b["rewards/NAME"] over the responses to which a function applies; 0 if there is none.
-
-    -> dict: name -> mean
-    """
-    return {f"{name}/mean": x.nanmean().nan_to_num() for name, x in b.items() if name.startswith("rewards/")}
 
 
 def load_reward_model(args, name, device):
@@ -1596,23 +1351,20 @@ def load_reward_model(args, name, device):
     It reads text, tokenized with its own tokenizer, so it need not share the policy's. reward_model.py saved
     the mean score of reference summaries as reward_offset. It is subtracted (N+ paper, detail 15).
     """
-    config, _ = transformers.PretrainedConfig.get_config_dict(resolve_path(name))
-    architectures = config.get("architectures")  # None: a folder with a LoRA adapter
-    new_head = architectures is not None and not any("SequenceClassification" in x for x in architectures)
-    if new_head and name == args.judge_model and args.judge_url is None:
-        raise UserError(f"--judge-model {name} is a language model: use --judge-url, or a reward model")
-    if new_head:
+    path = resolve_path(name)
+    config, _ = transformers.PretrainedConfig.get_config_dict(path)
+    architectures = config.get("architectures")  # None: an adapter, which load_model refuses
+    if architectures and "SequenceClassification" not in architectures[0]:
         accelerate.PartialState().print(f"{name} is a language model: random reward head, nothing to learn")
-    model = load_model(AutoModelForSequenceClassification, name, new_head, num_labels=1)
-    if model.config.model_type in ("xlnet", "ctrl", "modernbert-decoder"):
-        raise UserError(f"{name}: {model.config.model_type} reads the last position, which may be padding")
+        model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32)
+    else:
+        model = load_model(AutoModelForSequenceClassification, name, num_labels=1)
     model.to(device).eval().requires_grad_(False)
     if wants_bf16(args, device) and hasattr(model, "score"):  # BERT runs in fp32: see sequence_logits
         round_frozen_weights(model, only_if_exact=False)
     tokenizer = load_tokenizer(name)
-    if tokenizer.cls_token_id is None:
-        refuse_appended_eos(tokenizer, name)  # it would be between prompt and response
-    max_length = min(tokenizer.model_max_length, context_length(model.config))
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    max_length = min(tokenizer.model_max_length, context or 1_000_000)
     offset = getattr(model.config, "reward_offset", 0.0)
 
     def reward_model(prompts, completions, **columns):
@@ -1648,7 +1400,6 @@ def preference_ids(tokenizer, prompt, responses, max_length):
         prompt_ids = tokenizer(prompt).input_ids
         response_ids = tokenizer(responses, add_special_tokens=False).input_ids
         texts = [prompt_ids + with_eos(ids, tokenizer) for ids in response_ids]
-    refuse_two_bos(tokenizer, texts)
     start = int(texts[0][0] in (tokenizer.bos_token_id, tokenizer.cls_token_id))  # 1: keep the first token
     # Cut the same tokens from all texts until the longest fits, but only tokens that they have in common, and
     # never the last one of a text. (commonprefix works on lists of tokens too.)
@@ -1681,19 +1432,16 @@ Answer with one letter, A or B, and nothing else."""
 
 
 def load_judge(args, tokenizer, trainer_state, device):
-    """The judge: --judge-model, or else the function of --judge-fn, or else None.
+    """The judge of --judge-model or, without it, of --judge-fn; None without both.
 
-    It is a function of posts and responses (list of str) that returns their verdicts: see win_rate.
+    -> a function of posts and responses (list of str) that returns their verdicts: see win_rate
     """
-    name = args.judge_model
-    if name is None:
-        if args.judge_url is not None:
-            raise UserError("--judge-url needs --judge-model: the name of the model on that server")
+    if args.judge_model is None:
         if args.judge_fn is None:
             return None
         functions = load_functions([args.judge_fn])
-    elif args.judge_url is None and Path(resolve_path(name)).is_dir():
-        functions = {"judge": load_reward_model(args, name, device)}
+    elif args.judge_url is None and Path(resolve_path(args.judge_model)).is_dir():
+        functions = {"judge": load_reward_model(args, args.judge_model, device)}
     else:
         import openai
 
@@ -1712,16 +1460,12 @@ def compare_scores(get_scores, tokenizer, posts, responses):
     ours, theirs = scores.view(-1, 2).unbind(1)  # [posts] each
     # The same text can score slightly differently in two batches, because of rounding.
     is_same_text = torch.tensor([x == y for x, y in zip(responses, references)], device=ours.device)
-    is_tie = is_same_text | (ours == theirs)
-    verdicts = torch.where(is_tie, 0.5, (ours > theirs).float())
+    verdicts = torch.where(is_same_text | (ours == theirs), 0.5, (ours > theirs).float())
     return verdicts.masked_fill((ours + theirs).isnan(), math.nan).cpu()
 
 
 def score_texts(get_scores, tokenizer, posts, texts):
-    """The judge's score of one text for each post; nan if it does not apply. -> fp32 [posts]
-
-    The judge gets the texts tokenized again, without a stop token.
-    """
+    """The judge's score of one text per post, tokenized again; nan: does not apply. -> fp32 [posts]"""
     token_ids = tokenizer(texts, add_special_tokens=False).input_ids
     [scores] = get_scores(posts, texts, token_ids).values()  # of the only function
     return scores
@@ -1736,8 +1480,8 @@ def ask_chat_model(client, args, posts, responses):
     uniforms = torch.rand(len(posts), generator=generator_for(args.seed, "order of the two"))
 
     def ask(post, response, response_is_a):
-        a, b = post["reference"].strip(), response.strip()
-        if response_is_a:
+        a, b = response.strip(), post["reference"].strip()
+        if not response_is_a:
             a, b = b, a
         question = QUESTION.format(post=plain_text(post["prompt"]), a=a, b=b)
         messages = [{"role": "user", "content": question}]
@@ -1751,75 +1495,27 @@ def ask_chat_model(client, args, posts, responses):
         return torch.tensor(list(pool.map(ask, posts, responses, (uniforms < 0.5).tolist())))
 
 
-def judge_policy(args):
-    """`rloo_tldr.py judge`: a model's win rate against the references, as TRL's judge_tldr.py. -> dict"""
-    if args.resume is not None or args.sft_model_path is not None:
-        raise UserError("judge: --model-name-or-path is the model; use --sft-model-path None and no --resume")
-    check_numbers(args)
-    if args.bf16:
-        args = replace(args, dtype="bfloat16")
-    accelerator = start_accelerator(args)
-    if not accelerator.is_main_process:  # so that a judge on a server is asked only once
-        return None
-    device, name = accelerator.device, args.model_name_or_path
-    tokenizer = load_tokenizer(name)
-    set_template_options(tokenizer, args)
-    refuse_appended_eos(tokenizer, name)
-    judge = load_judge(args, tokenizer, transformers.TrainerState(), device)
-    if judge is None:
-        raise UserError("judge needs --judge-model or --judge-fn")
-    _, rows = load_splits(args.dataset_name)
-    posts = choose_held_out(load_prompts(rows, tokenizer, args), args)
-    policy = load_model(AutoModelForCausalLM, name, **eight_bit(args)).to(device)
-    check_model(policy, name, max(len(post["ids"]) for post in posts) + args.response_length)
-    stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)
-    batch = draw_batch(posts, 1, args, "held-out")  # the posts and random numbers of the evaluation in train
-    with torch.autocast(device.type, torch.bfloat16, enabled=wants_bf16(args, device)):
-        _, responses = sample_responses(policy, tokenizer, stop_ids, lambda *inputs: {}, batch, args)
-    metrics = win_rate(judge(posts, responses))
-    print(
-        f"Model win rate: {metrics['win rate']:.2%} +- {metrics['+- (95 % interval)']:.2%} "
-        f"({metrics['ties']:.1%} ties, {metrics['no verdict']:.1%} without verdict), n = {len(posts)}, "
-        f"judge {args.judge_model or args.judge_fn}, sampling, temperature {args.temperature}, "
-        f"at most {args.response_length} tokens, model {name}, data {args.dataset_name}"
-    )
-    return metrics
-
-
 # ---- Data --------------------------------------------------------------------------------------------------
 
 
 def load_splits(name):
     """The training and held-out rows of a data set, as lists of dict.
 
-    name: a file that read_rows reads, which is train; a folder with such files, named after their splits
-    (train.jsonl, or parts: train-*.jsonl); or anything that datasets.load_dataset reads, as NAME or
-    NAME:CONFIG. The held-out rows are the split test; without it, validation; without both, a random tenth of
-    train (the same one for every --seed).
+    name: a file (jsonl, csv, parquet); a folder with train.jsonl, test.jsonl and so on, or their parts; or
+    what datasets.load_dataset reads, as NAME or NAME:CONFIG. Held out is the split test; without it,
+    validation; without both, a random tenth of train, the same for every --seed.
     """
     splits, path = {}, Path(resolve_path(name))
     if path.is_file():
         splits["train"] = read_rows(path)
-    for split, names in (("train", "train"), ("validation", "validation|valid|val|dev"), ("test", "test")):
-        pattern = rf"({names})(-.*)?\.(jsonl|jsonl\.gz|csv|parquet)"
-        files = [file for file in sorted(path.glob("*")) if re.fullmatch(pattern, file.name)]
-        if len({re.sub(r"-.*(?=\.)", "-", file.name) for file in files}) > 1:  # not parts of one file
-            raise UserError(f"{name}: which file is {split}? {', '.join(file.name for file in files)}")
-        if files:
-            splits[split] = [row for file in files for row in read_rows(file)]
+    for split in ("train", "validation", "test"):
+        for file in sorted(path.glob(f"{split}*")):  # train.jsonl, or train-00000-of-00002.jsonl and so on
+            if re.fullmatch(rf"{split}(-.*)?\.(jsonl|jsonl.gz|csv|parquet)", file.name):
+                splits.setdefault(split, []).extend(read_rows(file))
     if not splits:
         path, _, config = resolve_path(name).partition(":")
         loaded = datasets.load_dataset(path, config or None)
-        readers = {rows.info.builder_name for rows in loaded.values()}
-        if Path(path).exists() and readers & {"json", "csv"}:
-            # They turn "2024-01-15" into a timestamp, "NA" into None, and a 1 next to a 2.5 into 1.0.
-            raise UserError(
-                f"{name}: JSON files must be train.jsonl and test.jsonl, one object per line, csv files "
-                "train.csv and test.csv"
-            )
         splits = {split: rows.to_list() for split, rows in loaded.items()}
-    if not splits.keys() & {"train", "validation", "test"}:
-        raise UserError(f"{name}: its splits are {', '.join(splits)}, but they must be called train and test")
     train = splits.get("train", [])
     source = "test" if splits.get("test") else "validation"
     held_out = splits.get(source)
@@ -1830,45 +1526,19 @@ def load_splits(name):
         train.sort(key=lambda row: [random.Random(repr(x)).random() for x in (row.get("prompt"), row)])
         count = math.ceil(len(train) / 10)
         held_out, train = train[:count], train[count:]
-    for row in train + held_out:  # whitespace is as good as no text
-        row.update({column: "" for column, x in row.items() if isinstance(x, str) and x.isspace()})
-    columns = ", ".join((train + held_out or [{}])[0])
-    kind = "prompt" if "prompt" in columns.split(", ") else "row"
-    known = {repr(row.get("prompt") or row) for row in train}
-    held = [repr(row.get("prompt") or row) for row in held_out]
-    repeated = sum(x in known for x in held)
-    if len({*held}) < len(held):
-        source += f"; {len({*held})} different {kind}s"
-    accelerate.PartialState().print(
-        f"{name}: columns {columns}; {len(held_out)} rows are held out ({source}), {repeated} of them with "
-        f"a {kind} that is also in train"
-    )
+    accelerate.PartialState().print(f"{name}: {len(train)} rows, and {len(held_out)} held out: {source}")
     return train, held_out
 
 
 def read_rows(path):
-    """The rows of a file (.jsonl, .jsonl.gz, .csv, .parquet), with their values as they are. -> list of dict
-
-    In a csv file, all values are texts: 007 is "007", and an empty cell is "".
-    """
+    """The rows of a file, with their values as written: in csv, all are texts. -> list of dict"""
     if path.suffix == ".parquet":
         return datasets.Dataset.from_parquet(str(path)).to_list()
-    rows = []
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig", newline="") as file:
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8-sig", newline="") as file:
         if path.suffix == ".csv":
-            reader = csv.DictReader(file, strict=True)
-            for row in reader:
-                if len(row) != len(reader.fieldnames) or None in row.values():
-                    raise UserError(f"{path}, line {reader.line_num}: not one value for each column")
-                rows.append(row)
-            return rows
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
-                    rows.append(json.loads(line))
-                except json.JSONDecodeError as error:
-                    raise UserError(f"{path}, line {number}: {error}") from error
-    return rows
+            return list(csv.DictReader(file, strict=True))
+        return [json.loads(line) for line in file if line.strip()]
 
 
 def load_prompts(rows, tokenizer, args):
@@ -1879,19 +1549,15 @@ def load_prompts(rows, tokenizer, args):
     """
     posts = []
     for row in rows:
-        prompt, reference = row.get("prompt"), row.get("completion")
-        if not prompt:
+        prompt, reference = row.get("prompt"), row.get("completion") or ""
+        if not plain_text(prompt or "").strip():
             continue
-        if is_chat(prompt):
-            refuse_template_columns(row, args.dataset_name)
         if is_chat(reference):
             reference = reference[-1]["content"]
         ids = tokenize_prompt(tokenizer, prompt)
         if len(ids) <= args.max_prompt_length:
-            posts.append(dict(ids=ids, prompt=prompt, reference=reference or "", columns=row))
+            posts.append(dict(ids=ids, prompt=prompt, reference=reference, columns=row))
     limit = f"a column prompt of at most --max-prompt-length {args.max_prompt_length} tokens"
-    if not posts:
-        raise UserError(f"{args.dataset_name}: no row has {limit}")
     accelerate.PartialState().print(f"{len(posts)} of {len(rows)} rows have {limit}")
     return posts
 
@@ -1899,11 +1565,9 @@ def load_prompts(rows, tokenizer, args):
 def choose_held_out(posts, args):
     """num_eval_prompts held-out posts, in random order. If there is a judge, all have a reference."""
     if args.judge_model is not None or args.judge_fn is not None:
-        posts = [post for post in posts if post["reference"]]
-        if not posts:
-            raise UserError(
-                f"{args.dataset_name}: a judge needs references, a column completion (or --judge-fn None)"
-            )
+        judged = [post for post in posts if post["reference"].strip()]
+        accelerate.PartialState().print(f"{len(judged)} of {len(posts)} held-out posts have a reference")
+        posts = judged
     count = min(args.num_eval_prompts, len(posts))
     return [posts[row] for row in stream_rows(len(posts), start=0, count=count, seed=args.seed)]
 
@@ -1911,24 +1575,13 @@ def choose_held_out(posts, args):
 def tokenize_prompt(tokenizer, prompt):
     """The token ids of a prompt, which is a text or a list of messages. -> list"""
     if not is_chat(prompt):
-        ids = tokenizer(prompt).input_ids
-        refuse_two_bos(tokenizer, [ids])
-        return ids
+        return tokenizer(prompt).input_ids
     return tokenizer(render_chat(tokenizer, prompt, is_prompt=True), add_special_tokens=False).input_ids
 
 
 def is_chat(value):
     """True for a list of messages (dicts with role and content), False for a text."""
-    if isinstance(value, str) and re.match(r"""\s*\[\s*\{\s*["'](role|content)""", value):
-        raise UserError(f"a chat must be a list of messages, but this one is a JSON text: {value[:60]}")
     return isinstance(value, list) and len(value) > 0
-
-
-def refuse_template_columns(row, name):
-    """Raise if a row with a chat has other columns that its chat template would need."""
-    for column in ("tools", "chat_template_kwargs", "images", "image"):
-        if row.get(column):
-            raise UserError(f"{name}: chats with the column {column} are not supported")
 
 
 def render_chat(tokenizer, messages, is_prompt=False):
@@ -1938,14 +1591,6 @@ def render_chat(tokenizer, messages, is_prompt=False):
     is_prompt: end where the assistant continues: after the header of its turn or, if the last message is its
     own, inside that message. -> str
     """
-    for message in messages:
-        if not isinstance(message.get("content"), str):  # templates write a list as Python prints it
-            raise UserError(f"the content of a message must be a text: {str(message)[:200]}")
-        others = {key for key, x in message.items() if x not in (None, "", [], {})} - {"role", "content"}
-        if others:  # the template may read them, as message.key or message['key']
-            others -= {*re.findall(r"""[.'"](\w+)""", str(tokenizer.chat_template))}
-        if others:
-            raise UserError(f"a message has {sorted(others)}, which the chat template does not read")
     is_begun = messages[-1]["role"] == "assistant" and is_prompt  # the policy goes on with this message
     return tokenizer.apply_chat_template(
         messages,
@@ -1997,16 +1642,10 @@ def set_global_seed(seed, *purpose):
 def find_stop_tokens(args, tokenizer, policy):
     """The ids of the tokens that end a response, as the flags say. -> [any number]"""
     if args.stop_token_id is not None:
-        vocabulary = range(policy.config.get_text_config().vocab_size)
-        if not args.stop_token_id or not {*args.stop_token_id} <= {*vocabulary}:
-            raise UserError(f"--stop-token-id {args.stop_token_id}: the model has no such token")
         return torch.tensor(args.stop_token_id)
     if args.stop_token is None:
         return torch.tensor([-1])  # no token has this id
-    ids = end_tokens(policy, tokenizer)
-    if len(ids) == 0:
-        raise UserError("the tokenizer has no EOS token: use --stop-token-id, or --stop-token None")
-    return ids
+    return end_tokens(policy, tokenizer)
 
 
 def end_tokens(lm, tokenizer):
@@ -2029,32 +1668,32 @@ def end_tokens(lm, tokenizer):
 
 
 def start_accelerator(args):
-    """A single process, or one of several (DDP, FSDP2, DeepSpeed), as accelerate is configured."""
-    if not __debug__:
-        raise UserError("python -O and PYTHONOPTIMIZE remove checks (assert): run without them")
+    """A single process, or one of several (DDP, DeepSpeed ZeRO-2), as accelerate is configured."""
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # because shapes change
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # every process loads a whole model
     torch.set_float32_matmul_precision("high")  # TF32 on GPUs that have it
-    # With a mask and some lengths, cuDNN's attention returns NaN gradients on an H100 or H200 in torch 2.13
-    # (pytorch#196678). It also makes a new plan for each shape.
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # NaN gradients with a mask in torch 2.13 (pytorch#196678)
     accumulation = accelerate.utils.GradientAccumulationPlugin(num_steps=args.gradient_accumulation_steps)
     accelerator = accelerate.Accelerator(
-        # On Apple's GPUs, fully masked rows give NaN (pytorch#167515), and there is no fp64.
-        cpu=not torch.cuda.is_available(),
+        cpu=not torch.cuda.is_available(),  # Apple's GPUs have no fp64
         mixed_precision="no",  # autocast is explicit in train
         dynamo_backend="no",
         gradient_accumulation_plugin=accumulation,  # a number would be replaced by an environment variable
         kwargs_handlers=[
-            # Gradients are views of what DDP sends, so they are not kept twice (see make_learner).
             accelerate.DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
             # The others wait while the main process saves a large model, for example.
             accelerate.InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12)),
         ],
     )
-    if accelerator.distributed_type == "DEEPSPEED":
+    if accelerator.distributed_type == "FSDP":
+        raise UserError("FSDP2: each process needs the whole policy, to sample; use ddp.yaml or zero2.yaml")
+    plugin = accelerator.state.deepspeed_plugin
+    if plugin is not None:
+        if plugin.zero_stage == 3:
+            accelerator.print("ZeRO-3 runs as ZeRO-2: each process needs the whole policy, to sample")
+            plugin.zero_stage = plugin.deepspeed_config["zero_optimization"]["stage"] = 2
+            transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # else models load as shards
         # Batch, clipping and precision follow the flags, not DeepSpeed's config.
-        accelerator.state.deepspeed_plugin.deepspeed_config |= dict(
+        plugin.deepspeed_config |= dict(
             train_micro_batch_size_per_gpu=args.per_device_train_batch_size,
             gradient_accumulation_steps=args.gradient_accumulation_steps,
             gradient_clipping=args.max_grad_norm or 0.0,
@@ -2063,15 +1702,6 @@ def start_accelerator(args):
                 dtype="bfloat16",
                 lower_precision_safe_modules=[],  # weights are gathered, and gradients added up, in fp32
             ),
-        )
-        transformers.integrations.deepspeed.unset_hf_deepspeed_config()  # else from_pretrained loads shards
-    if accelerator.distributed_type == "FSDP" and args.optimizer.startswith("bitsandbytes."):
-        raise UserError(f"--optimizer {args.optimizer}: bitsandbytes cannot update the shards of FSDP2")
-    world = accelerator.num_processes
-    if world > 1:
-        accelerator.print(
-            f"{world} processes, so the batch is {world} times that of one; to keep it, divide "
-            f"--gradient-accumulation-steps or --per-device-train-batch-size by {world}"
         )
     set_global_seed(args.seed)  # for weights that start at random, such as LoRA's
     return accelerator
@@ -2084,17 +1714,7 @@ def wants_bf16(args, device):
 
 
 def make_learner(model, args, accelerator):
-    """The module that is trained, and its optimizer.
-
-    One process trains the model itself, DDP a wrapper around it. FSDP2 and ZeRO-3 cut a copy of it into
-    shards. Shards cannot sample or score, so every process keeps the whole model for that.
-    """
-    plugin = accelerator.state.deepspeed_plugin
-    learner = model
-    if accelerator.distributed_type == "FSDP" or (plugin is not None and plugin.zero_stage == 3):
-        learner = copy.deepcopy(model)
-        # accelerate reads this: FSDP2 gathers one layer of this class at a time.
-        learner._no_split_modules = [type(transformer_layers(model)[0]).__name__]
+    """The model as DDP or DeepSpeed wraps it (they share its weights), and its optimizer."""
     options = dict(lr=args.learning_rate)
     if "Adam" in args.optimizer:
         options["eps"] = args.adam_eps
@@ -2102,31 +1722,7 @@ def make_learner(model, args, accelerator):
         options["fused"] = True  # one kernel for all parameters
     module, _, name = args.optimizer.rpartition(".")
     optimizer_class = getattr(importlib.import_module(module), name)
-    optimizer = optimizer_class(trainable(learner).values(), **options)
-    learner, optimizer = accelerator.prepare(learner, optimizer)
-    if isinstance(learner, nn.parallel.DistributedDataParallel):
-        # Gradients are views of DDP's buckets. With None instead of zeros, those of an accumulated pass would
-        # be new tensors next to the buckets.
-        optimizer.zero_grad = partial(optimizer.zero_grad, set_to_none=False)
-    return learner, optimizer
-
-
-@torch.no_grad()
-def copy_weights(learner, model):
-    """Copy the trained weights into the whole model, if they are shards of a copy."""
-    for p, trained in zip(trainable(model).values(), trainable(learner).values(), strict=True):
-        if hasattr(trained, "full_tensor"):  # FSDP2
-            p.copy_(trained.full_tensor())
-        elif trained is not p:  # ZeRO-3
-            import deepspeed
-
-            with deepspeed.zero.GatheredParameters([trained]):
-                p.copy_(trained)
-
-
-def unshard(x):
-    """Gather a tensor that FSDP2 has cut into shards; return anything else unchanged."""
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
+    return accelerator.prepare(model, optimizer_class(trainable(model).values(), **options))
 
 
 def performance_metrics(start_time, rollout_end, num_tokens, device):
@@ -2152,185 +1748,94 @@ def performance_metrics(start_time, rollout_end, num_tokens, device):
 
 
 class Run:
-    """The run folder (args.json, metrics.jsonl, checkpoints/, ...), the screen, and resuming.
-
-    Only the main process writes and prints. (With DeepSpeed and FSDP2, all write checkpoints.) Checkpoints
-    and args.json are renamed into place once they are complete. The logs grow; resuming cuts off what came
-    after the checkpoint. So a run can be killed at any time.
-    """
+    """The run folder, the screen, and resuming. A run can be killed at any time: checkpoints are renamed into
+    place once they are complete, and resuming cuts off what the logs say after the checkpoint."""
 
     def __init__(self, args, accelerator, updates, status):
         """status: label -> metric, for the metrics shown next to the progress bar"""
         self.args, self.accelerator, self.updates, self.status = args, accelerator, updates, status
-        self.console = Console(
-            highlight=False, markup=False, emoji=False, quiet=not accelerator.is_main_process
-        )
-        self.bar = Progress(console=self.console, disable=not self.console.is_terminal)
-        self.task = self.bar.add_task("", total=updates)
-        self.last_line_time = 0.0
-        self.about = None  # what is written to args.json; None before start
-        # The same folder on all processes. self.name is the path as it was given, for messages.
         now = f"{datetime.datetime.now():%Y%m%d-%H%M%S-%f}"  # to the microsecond: no other run has it
         name = args.resume or args.output_dir or f"runs/{SCRIPT}/{args.recipe}-s{args.seed}-{now}"
-        [self.name] = accelerate.utils.broadcast_object_list([name])
+        [self.name] = accelerate.utils.broadcast_object_list([name])  # the same on all processes
         self.folder = Path(self.name).absolute()  # your code may change the working directory
-        is_used = self.logs() or self.checkpoints() or (self.folder / "model").exists()
+        is_used = (self.folder / "checkpoints").exists() or (self.folder / "model").exists()
         if is_used and not args.resume:
             raise UserError(f"{self.name} holds a run: use --resume, or choose another --output-dir")
-        if accelerator.num_processes > 1:
-            self.check_disk()
-        self.got_signal = None
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # SIGHUP: the terminal was closed
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores it
-                signal.signal(number, self.on_signal)
-                # These signals still terminate worker processes that your code forks.
-                os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
+        is_main = accelerator.is_main_process
+        self.console = Console(highlight=False, markup=False, emoji=False, quiet=not is_main)
+        self.bar = Progress(console=self.console, disable=not self.console.is_terminal)
+        self.task = self.bar.add_task("", total=updates)
+        atexit.register(self.bar.stop)  # it hides the cursor
+        self.to_show, self.last_line_time, self.got_signal = [], 0.0, False
 
-    def check_disk(self):
-        """Raise if the processes do not share the run folder. FSDP2 and DeepSpeed save shards there."""
-        marks = self.folder / "marks"  # one per process
-        marks.mkdir(parents=True, exist_ok=True)
-        (marks / str(self.accelerator.process_index)).touch()
-        self.accelerator.wait_for_everyone()
-        count = len(list(marks.iterdir()))
-        self.accelerator.wait_for_everyone()
-        shutil.rmtree(marks, ignore_errors=True)  # all processes try to
-        if count < self.accelerator.num_processes:
-            raise UserError(f"{self.name} must be on a disk that all nodes share: set --output-dir")
+    def checkpoints(self):
+        """The run's checkpoints, oldest first. A name that is not a number is the user's own."""
+        found = [path for path in self.folder.glob("checkpoints/*") if path.name.isdecimal()]
+        return sorted(found, key=lambda path: int(path.name))
 
     def logs(self):
-        """The append-only files of this run. (Some scripts write only the first.)"""
+        """The files that grow. (Some scripts write only the first.)"""
         names = "metrics.jsonl", "samples.jsonl", "tokens.jsonl"
         return [self.folder / name for name in names if (self.folder / name).exists()]
 
-    def checkpoints(self):
-        """Its checkpoints, oldest first. A folder whose name is not that of its update is the user's own."""
-        found = []
-        for path in self.folder.glob("checkpoints/*/state.json"):
-            if path.parent.name == f"{json.loads(path.read_text()).get('update', 0):06d}":
-                found.append(path.parent)
-        return sorted(found, key=lambda folder: int(folder.name))
-
-    def append(self, name, rows):
-        if self.accelerator.is_main_process:
-            with open(self.folder / name, "a") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
-
-    def table(self, title, rows):
-        """Print dicts as the rows of a table."""
-        table = Table(title=title, title_justify="left", show_lines="metric" not in rows[0])
-        for name, cell in rows[-1].items():  # the last row, because the first one may have empty cells
-            table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
-        for row in rows:
-            if isinstance(row.get("prompt"), str) and self.console.width <= 80:
-                row = row | {"prompt": row["prompt"][-60:]}  # its end, next to the response
-            table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
-        self.console.print(table)
-
-    def log(self, metrics):
-        """Log one update: to metrics.jsonl, to the tracker and to the screen.
-
-        metrics: dict of numbers, or tensors with one number -> dict of numbers
-        """
-        metrics = {name: x.item() if isinstance(x, torch.Tensor) else x for name, x in metrics.items()}
-        update = metrics["update"]
-        not_finite = [name for name, x in metrics.items() if not math.isfinite(x)]
-        if not_finite:
-            names = ", ".join(not_finite)
-            raise UserError(f"update {update} was not saved; not finite: {names} (--learning-rate too high?)")
-        if update == 1 and not self.args.resume:
-            self.write_args()
-        self.append("metrics.jsonl", [metrics])
-        # In a tracker, TRL's names begin with train/ or eval/.
-        named = {name if name.startswith("eval/") else f"train/{name}": x for name, x in metrics.items()}
-        self.accelerator.log(named, step=update)
-
-        status = self.status | {"lr": "lr", "seconds": "perf/seconds"}
-        shown = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in status.items())
-        shown = f"update {update}/{self.updates}  {shown}"
-        self.bar.start()
-        self.bar.update(self.task, completed=update, description=shown)
-        if update == self.updates:
-            self.bar.stop()  # before the final tables
-        is_due = time.time() - self.last_line_time > 10 or update == self.updates
-        if self.bar.disable and is_due:  # not a terminal: print a line now and then
-            self.last_line_time = time.time()
-            self.accelerator.print(shown, flush=True)
-        return metrics
-
-    def finish(self):
-        """Wait until the main process has saved everything, then close the tracker."""
-        self.accelerator.print(f"saved {self.name}/model; to look at the run: python report.py {self.name}")
-        self.accelerator.wait_for_everyone()
-        self.accelerator.end_training()
-
-    # -- Checkpoints --
-
     def start(self, batch_size):
-        """To resume, load the newest checkpoint. -> its state; update 0 if new"""
-        self.accelerator.register_save_state_pre_hook(save_trained)
-        self.accelerator.register_load_state_pre_hook(load_trained)
+        """Load the newest checkpoint of a resumed run; start the tracker. -> its state; update 0 if new"""
+        accelerator, args = self.accelerator, self.args
+        accelerator.register_save_state_pre_hook(save_trained)
+        accelerator.register_load_state_pre_hook(load_trained)
         state = {"update": 0, "batch_size": batch_size, "sizes": {}}  # sizes: bytes of each log
         # The main process chooses the checkpoint: a network disk may show others an older list.
-        newest = [None, *self.checkpoints()][-1]
-        [newest] = accelerate.utils.broadcast_object_list([newest])  # that of the main process
-        if self.args.resume and newest:
+        checkpoints = self.checkpoints() if args.resume else []
+        [newest] = accelerate.utils.broadcast_object_list(checkpoints[-1:] or [None])
+        if newest is not None:
             state = json.loads((newest / "state.json").read_text())
-            self.accelerator.load_state(newest)
-            self.accelerator.step = 0  # accumulate counts from here; the number of steps may have changed
+            accelerator.load_state(newest)
+            accelerator.step = 0  # accumulate counts from here; the number of steps may have changed
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
         if state["update"] > self.updates:
             raise UserError(f"--resume: the flags ask for {self.updates} updates; {state['update']} are done")
-        config = asdict(self.args)
-        self.about = {
-            "args": config,
-            "script": SCRIPT,
-            "command": sys.argv,
-            "id": os.urandom(8).hex(),  # of the run in Weights & Biases
-            "versions": {m.__name__: m.__version__ for m in (torch, transformers, datasets, accelerate)},
-            "world_size": self.accelerator.num_processes,
-        }
-        if self.args.resume:  # keep the first ones
-            first = json.loads((self.folder / "args.json").read_text())
-            self.about |= {name: first[name] for name in ("command", "id") if name in first}
-            self.accelerator.wait_for_everyone()  # no process writes until all have read
-            self.write_args()
-            if self.accelerator.is_main_process:
-                for path in self.logs():  # what came after the checkpoint will be written again
-                    os.truncate(path, state["sizes"].get(path.name, 0))
-        if self.args.log_with != "none":  # only now, because the tracker writes to the run folder
-            self.accelerator.log_with = [self.args.log_with]
-            self.accelerator.project_configuration.logging_dir = str(self.folder)
-            config = {name: str(x) for name, x in config.items()}
-            wandb = {"name": self.folder.name, "id": self.about["id"], "resume": "allow"}
-            self.accelerator.init_trackers(SCRIPT, config, {"wandb": wandb})
-        self.accelerator.print(f"run folder {self.name}, after update {state['update']}")
+        run_id = os.urandom(8).hex()  # of the run in Weights & Biases
+        if args.resume:
+            run_id = json.loads((self.folder / "args.json").read_text()).get("id")
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            # Of two new runs with one folder, the second stops here.
+            (self.folder / "checkpoints").mkdir(parents=True, exist_ok=args.resume is not None)
+            for path in self.logs():
+                os.truncate(path, state["sizes"].get(path.name, 0))  # the rest will be written again
+            about = {
+                "args": asdict(args),
+                "id": run_id,
+                "script": SCRIPT,
+                "command": sys.argv,
+                "versions": {m.__name__: m.__version__ for m in (torch, transformers, datasets, accelerate)},
+                "world_size": accelerator.num_processes,
+            }
+            (self.folder / "draft.json").write_text(json.dumps(about, indent=2))
+            os.replace(self.folder / "draft.json", self.folder / "args.json")
+        if args.log_with != "none":  # only now, because the tracker writes to the run folder
+            accelerator.log_with = [args.log_with]
+            accelerator.project_configuration.logging_dir = str(self.folder)
+            config = {name: str(x) for name, x in asdict(args).items()}
+            wandb = {"name": self.folder.name, "id": run_id, "resume": "allow"}
+            accelerator.init_trackers(SCRIPT, config, {"wandb": wandb})
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # SIGHUP: the terminal was closed
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, self.on_signal)
+                # Worker processes that your code forks end at once.
+                os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
+        accelerator.print(f"run folder {self.name}, after update {state['update']}")
         return state
 
-    def write_args(self):
-        """Write args.json. A new run does so with its first update: until then, its folder is free."""
-        if self.accelerator.is_main_process:
-            (self.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-            if not self.args.resume:  # raises an error if another new run was faster
-                (self.folder / "metrics.jsonl").touch(exist_ok=False)
-            (self.folder / "draft.json").write_text(json.dumps(self.about, indent=2))
-            os.replace(self.folder / "draft.json", self.folder / "args.json")
-
     def on_signal(self, number, frame):
-        """Finish the update (or the last evaluation), save, and stop. The same signal again stops at once."""
-        if self.about is None:  # before start, there is nothing to save
-            print(f"{SCRIPT}.py: stopped by {signal.Signals(number).name} before training", file=sys.stderr)
-            sys.exit(128 + number)
+        """Finish the update, save, and stop. The same signal again stops at once."""
         # A terminal that is closed sends SIGHUP more than once.
         signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
-        self.got_signal = number  # only noted, because a signal may come at any moment
+        self.got_signal = True  # only noted, because a signal may come at any moment
 
     def checkpoint(self, state):
-        """If a checkpoint is due, save all that the rest of the run depends on. After a signal: save, exit.
-
-        state: update, batch_size, and anything else that json can hold
-        """
+        """If a checkpoint is due, save what the rest of the run depends on. After a signal, save and exit."""
         update, save_every = state["update"], self.args.save_every
         if self.got_signal:
             self.accelerator.set_trigger()
@@ -2352,15 +1857,64 @@ class Run:
             self.bar.stop()
             self.accelerator.print(f"stopped; to continue: the same command with --resume {self.name}")
             self.accelerator.wait_for_everyone()
-            sys.exit(128 + (self.got_signal or signal.SIGTERM))
+            sys.exit(128 + signal.SIGTERM)
+        self.show()
+
+    def append(self, name, rows):
+        if self.accelerator.is_main_process:
+            with open(self.folder / name, "a") as file:
+                file.writelines(json.dumps(row) + "\n" for row in rows)
+
+    def log(self, metrics):
+        """Log an update: metrics.jsonl, tracker, screen. dict of tensors or numbers -> dict of numbers"""
+        metrics = {name: x.item() if isinstance(x, torch.Tensor) else x for name, x in metrics.items()}
+        not_finite = [name for name, x in metrics.items() if not math.isfinite(x)]
+        if not_finite:
+            update, names = metrics["update"], ", ".join(not_finite)
+            raise UserError(f"update {update} was not saved; not finite: {names} (--learning-rate too high?)")
+        self.append("metrics.jsonl", [metrics])
+        # In a tracker, TRL's names begin with train/ or eval/.
+        named = {name if name.startswith("eval/") else f"train/{name}": x for name, x in metrics.items()}
+        self.accelerator.log(named, step=metrics["update"])
+        status = self.status | {"lr": "lr", "seconds": "perf/seconds"}
+        shown = "  ".join(f"{label} {metrics[name]:.3g}" for label, name in status.items())
+        shown = f"update {metrics['update']}/{self.updates}  {shown}"
+        self.bar.start()
+        self.bar.update(self.task, completed=metrics["update"], description=shown)
+        is_due = time.time() - self.last_line_time > 10 or metrics["update"] == self.updates
+        if self.bar.disable and is_due:  # not a terminal: print a line now and then
+            self.last_line_time = time.time()
+            self.to_show.append(shown)
+        return metrics
+
+    def table(self, title, rows):
+        """A table for the screen. rows: a list of dicts"""
+        table = Table(title=title, title_justify="left", show_lines="metric" not in rows[0])
+        for name, cell in rows[-1].items():  # the last row, because the first one may have empty cells
+            table.add_column(name, justify="left" if isinstance(cell, str) else "right", overflow="fold")
+        for row in rows:
+            if isinstance(row.get("prompt"), str) and self.console.width <= 80:
+                row = row | {"prompt": row["prompt"][-60:]}  # its end, next to the response
+            table.add_row(*[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row.values()])
+        self.to_show.append(table)
+
+    def show(self):
+        """Print what is waiting: after a checkpoint, so that a closed pipe or terminal cannot cost one."""
+        while self.to_show:
+            item = self.to_show.pop(0)
+            self.console.print(item, soft_wrap=isinstance(item, str))
+
+    def finish(self):
+        """Show the final tables, wait until the main process has saved everything, and close the tracker."""
+        self.bar.stop()
+        self.show()
+        self.accelerator.print(f"saved {self.name}/model; to look at the run: python report.py {self.name}")
+        self.accelerator.wait_for_everyone()
+        self.accelerator.end_training()
 
 
 def save_trained(models, weights, folder):
-    """Save only the trained weights: a hook of accelerator.save_state.
-
-    Their names carry no prefix of DDP, so any number of processes can load them. With FSDP2 and DeepSpeed,
-    `weights` is empty, because these save their shards themselves.
-    """
+    """Save only the trained weights: a hook of accelerator.save_state. (DeepSpeed saves them itself.)"""
     if weights and accelerate.PartialState().is_main_process:
         trained = trainable(accelerate.utils.extract_model_from_parallel(models[0]))
         if not all(p.isfinite().all() for p in trained.values()):
@@ -2369,14 +1923,13 @@ def save_trained(models, weights, folder):
     weights.clear()  # tells accelerate that there is nothing left to save
 
 
+@torch.no_grad()
 def load_trained(models, folder):
     """Load what save_trained saved: a hook of accelerator.load_state."""
     for model in models:
         saved = load_file(f"{folder}/trained.safetensors")
-        weights = trainable(accelerate.utils.extract_model_from_parallel(model))
-        assert saved.keys() == weights.keys(), "the checkpoint is of another model"
-        for name, p in weights.items():
-            p.data.copy_(saved[name])
+        for name, p in trainable(accelerate.utils.extract_model_from_parallel(model)).items():
+            p.copy_(saved[name])
     models.clear()  # nothing left to load
 
 
@@ -2413,12 +1966,12 @@ def report_evaluation(run, judge, posts, before, after):
         "after": new["response"],
         "score after": new["score"],
     }
-    samples = rows_of(columns)
-    lines = [json.dumps(row) + "\n" for row in samples]
+    rows = rows_of(columns)
+    lines = [json.dumps(row) + "\n" for row in rows]
     (run.folder / "evaluation_samples.jsonl").write_text("".join(lines))
     if judge is not None:
-        # These two evaluations are judged here, at the end, so that resuming does not pay for them twice. A
-        # post without a verdict in one of them counts in neither.
+        # Both are judged at the end, so that a resumed run does not pay twice. A post without a verdict in
+        # one of them counts in neither.
         verdicts = torch.stack([judge(posts, columns[part]) for part in ("before", "after")])  # [2, posts]
         verdicts[:, verdicts.isnan().any(0)] = math.nan
         metrics_before = win_rate(verdicts[0]) | metrics_before
@@ -2426,173 +1979,80 @@ def report_evaluation(run, judge, posts, before, after):
     about = {
         "before": metrics_before,
         "after": metrics_after,
-        "n": len(posts),
+        "n": len(rows),
         "judge": args.judge_model or args.judge_fn or "none",
         "decoding": f"sampling, temperature {args.temperature}, at most {args.response_length} tokens",
     }
     (run.folder / "evaluation.json").write_text(json.dumps(about, indent=2))
-    comparison = []
-    for name, value in metrics_before.items():
-        comparison.append({"metric": name, "before": value, "after": metrics_after[name]})
-    run.table("held-out prompts", samples[:3])
-    run.table(f"{len(posts)} held-out prompts", comparison)
-    run.accelerator.print(f"judge: {about['judge']}; {about['decoding']}")
+    names = metrics_before.keys()
+    comparison = [{"metric": x, "before": metrics_before[x], "after": metrics_after[x]} for x in names]
+    run.table("held-out prompts", rows[:3])
+    run.table(f"{len(rows)} held-out prompts; judge: {about['judge']}; {about['decoding']}", comparison)
     run.accelerator.log({f"eval/{name}": x for name, x in metrics_after.items()}, step=run.updates)
 
 
 # ---- Command line ------------------------------------------------------------------------------------------
 
-
-def check_flags(args):
-    """Raise if a run would not do what its flags say."""
-    check_numbers(args)
-    n, k = args.per_device_train_batch_size, args.rloo_k
-    if k < 2 or n * args.gradient_accumulation_steps % k:
-        raise UserError(
-            f"--rloo-k {k} must be 2 or more, and divide the minibatch of a process: "
-            "per_device_train_batch_size x gradient_accumulation_steps"
-        )
-    if args.missing_eos_penalty is not None and args.stop_token is None and args.stop_token_id is None:
-        raise UserError("--missing-eos-penalty without a stop token would penalize all responses alike")
-
-
-# Flags of all scripts that cannot be 0. (The stars let several names stand on a line.)
-POSITIVE = (
-    *("per_device_train_batch_size", "gradient_accumulation_steps", "num_mini_batches", "num_ppo_epochs"),
-    *("total_episodes", "num_train_epochs", "num_train_rows", "num_eval_prompts", "num_eval_pairs"),
-    *("num_eval_samples", "num_context_utterances", "max_length", "query_min_length", "response_min_length"),
-    *("response_length", "temperature", "max_grad_norm", "score_clip", "kl_target", "kl_horizon", "beta"),
-    *("max_turns", "max_tool_tokens", "tool_timeout"),
-)
-
-
-def check_numbers(args):
-    """Raise if a number is negative, or if it is 0 and in POSITIVE.
-
-    A weight may be negative, and so may any flag whose default is negative.
-    """
-    for name, value in vars(args).items():
-        if not isinstance(value, (int, float)):
-            continue
-        default = getattr(Args, name, None)
-        may_be_negative = name.endswith("_weight") or isinstance(default, (int, float)) and default < 0
-        if value < 0 and not may_be_negative or value == 0 and name in POSITIVE:
-            raise UserError(f"--{name.replace('_', '-')} cannot be {value}")
-    if args.warmup_ratio > 1:
-        raise UserError(f"--warmup-ratio is a fraction of the updates: {args.warmup_ratio} is more than 1")
-
-
-# Flags of all scripts that may change when a run is resumed. (More updates also change the learning rates of
-# the updates that are left, unless the schedule is constant and the warm-up is over.)
+# Flags of all scripts that may change when a run is resumed: they do not change its result, or prolong it.
 MAY_CHANGE = (
     *("resume", "eval_every", "save_every", "keep_checkpoints", "log_with", "num_sample_generations"),
     *("judge_fn", "judge_model", "judge_url", "judge_model_path"),
     *("total_episodes", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("local_rollout_forward_batch_size", "gradient_checkpointing"),
 )
-
-
-# Flags of all scripts with which a recipe describes its own data.
-DESCRIBE_DATA = (
-    *("eval_dataset_name", "center_dataset_name", "hard_dataset_name"),
-    *("label_names", "prompt_template", "reward_fn", "environment", "judge_fn"),
+# Flags of all scripts with which a recipe describes its own data. They do not apply to other data.
+OF_DATA = (
+    *("eval_dataset_name", "center_dataset_name", "hard_dataset_name", "label_names", "prompt_template"),
+    *("system_prompt", "reward_fn", "environment", "tools", "judge_fn"),
 )
-
-
-def fit_recipe(recipe, args):
-    """The recipe for the data and the model that the command line names. -> Args
-
-    With other data, the flags that describe the recipe's own data go back to the defaults of Args. With
-    another model, so does --from-config, the recipe's random weights.
-    """
-    names = []
-    if args.dataset_name != recipe.dataset_name:
-        names += DESCRIBE_DATA
-    if args.model_name_or_path != recipe.model_name_or_path:
-        names.append("from_config")
-    defaults = {name: x for name, x in asdict(Args()).items() if name in names}
-    changed = [name for name, x in defaults.items() if getattr(args, name) == getattr(recipe, name) != x]
-    if changed and os.environ.get("RANK", "0") == "0":
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in changed)
-        print(f"not taken from the recipe, because they describe its own data or model: {flags}")
-    return replace(recipe, **defaults)
 
 
 def parse_args(argv):
     """The command line: an optional recipe, then flags. -> Args
 
     No recipe and no model: the recipe tiny. A model but no recipe: everything else has the defaults of Args.
-    fit_recipe says which flags of a recipe do not apply to other data.
     """
-    model_flags = ("--model-name-or-path", "--sft-model-path", "--from-config")  # of all scripts
-    names_model = any(word.split("=")[0].replace("_", "-") in model_flags for word in argv)
+    flags = {word.split("=")[0].strip("-").replace("-", "_") for word in argv if word.startswith("--")}
+    names_model = not flags.isdisjoint(["model_name_or_path", "sft_model_path", "from_config"])
     recipe = "custom" if names_model else "tiny"
-    names_recipe = len(argv) > 0 and not argv[0].startswith("-")
-    if names_recipe:
+    if argv and not argv[0].startswith("-"):
         recipe, *argv = argv
         if recipe not in RECIPES:
             raise UserError(f"there is no recipe {recipe!r}; the recipes are {', '.join(RECIPES)}")
-    description = f"{__doc__}\nRecipes: {', '.join(RECIPES)}"
-    parse = partial(tyro.cli, Args, args=argv, description=description)
+        if "resume" in flags:
+            raise UserError(f"--resume cannot change recipe: leave out {recipe}")
     start = replace(RECIPES.get(recipe, Args()), recipe=recipe)
-    # The first parse tells which data and model the flags name; the second takes the recipe that fits them.
+    # What a recipe says of its own data or model does not apply to another one that the command line names.
+    dropped = [*(OF_DATA if "dataset_name" in flags else ()), *(["from_config"] if names_model else ())]
+    start = replace(start, **{name: x for name, x in asdict(Args()).items() if name in dropped})
+    parse = partial(tyro.cli, Args, args=argv, description=f"{__doc__}\nRecipes: {', '.join(RECIPES)}")
     args = parse(default=start)
-    if args.resume is None:
-        return parse(default=fit_recipe(start, args))
-
-    # The flags of that run. Only those in MAY_CHANGE may differ.
-    saved = json.loads(Path(args.resume, "args.json").read_text())["args"]
-    if saved.keys() != asdict(args).keys():
-        raise UserError(f"--resume {args.resume}: a run of another script, or of another version of this one")
-    args = parse(default=Args(**saved))
-    if names_recipe:
-        args.recipe = recipe
-    for name, value in asdict(args).items():
-        if value != saved[name] and name not in MAY_CHANGE:
-            raise UserError(f"--resume cannot change {name}: it is {saved[name]} in that run")
+    if args.resume is not None:  # the flags of that run
+        saved = json.loads(Path(args.resume, "args.json").read_text())["args"]
+        args = parse(default=Args(**saved))
+        for name, value in saved.items():
+            if getattr(args, name) != value and name not in MAY_CHANGE:
+                raise UserError(f"--resume cannot change {name}: it is {value} in that run")
     return args
-
-
-def go_on_without_output():
-    """Drop what cannot be printed, because `| tee` was stopped first or the terminal is closed."""
-
-    def attempt(method, *inputs):
-        with suppress(OSError, ValueError):  # closed, full, or of another encoding
-            return method(*inputs)
-
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.write = partial(attempt, stream.write)
-            stream.flush = partial(attempt, stream.flush)
 
 
 def main(argv=None):
     """Run the command line. A UserError prints one line, with exit code 2."""
-    go_on_without_output()
-    argv = sys.argv[1:] if argv is None else argv
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about kernels that we do not use
     warnings.filterwarnings("ignore", category=FutureWarning)  # libraries that use each other's old names
-    warnings.filterwarnings("error", message="Found missing adapter keys")  # peft: they would be random
     warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft, about GPT-2; it does the right thing
     for library in (transformers, datasets):
         library.logging.set_verbosity_error()
         library.utils.logging.disable_progress_bar()
     try:
-        if argv[:1] == ["judge"]:
-            judge_policy(parse_args(argv[1:]))
-        else:
-            train(parse_args(argv))
+        args = parse_args(sys.argv[1:] if argv is None else argv)
+        if (HERE / "check.py").exists() and os.environ.get("RANK", "0") == "0":
+            errors = importlib.import_module("check").errors(sys.modules[__name__], args)
+            if errors:  # found in flags, data, tokenizer, rewards: before a model is loaded
+                raise UserError("\n".join(errors))
+        train(args)
     except UserError as error:
         print(f"{SCRIPT}.py: {error}", file=sys.stderr)
         sys.exit(2)
-    except torch.OutOfMemoryError as error:
-        error.add_note(
-            "Out of memory: halve --per-device-train-batch-size and double --gradient-accumulation-steps. If "
-            "it was the rollout, halve --local-rollout-forward-batch-size. More: docs/running.md, Memory"
-        )
-        raise
-    finally:
-        Console().show_cursor()  # the progress bar hid it
 
 
 if __name__ == "__main__":

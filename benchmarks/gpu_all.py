@@ -52,10 +52,6 @@ SHAPE = "$PYTHON benchmarks/gpu_all.py shape $SHARED/qwen"
 TRAIN = "$PYTHON benchmarks/gpu_all.py train"
 ROLLOUT = "$PYTHON benchmarks/gpu_rollout.py $WORK/rollout.json"
 TORCHRUN = "$PYTHON -m torch.distributed.run --standalone --nproc_per_node"
-FSDP2 = (
-    "$PYTHON -m accelerate.commands.launch --config_file accelerate_configs/fsdp2.yaml --num_processes 1 "
-    "--main_process_port 0"
-)
 RUN = "run/metrics.jsonl run/evaluation.json run/args.json"
 SMALL = "--dtype bfloat16 --num-eval-prompts 8 --save-every 0 --output-dir $WORK/run"
 BATCHES = {"ppo_sentiment": 128, "ppo_dialog": 128, "rloo_tldr": 128, "grpo_math": 256, "grpo_tools": 256}
@@ -68,7 +64,9 @@ RANDOM = (
 )
 # The recipe on real weights.
 QWEN = "$MODELS/qwen2.5-coder-0.5b-instruct"
-GSM8K = f"--model-name-or-path {QWEN} --dataset-name $DATA/gsm8k --save-every 0 --output-dir $WORK/run"
+GSM8K_DATA = f"--model-name-or-path {QWEN} --dataset-name $DATA/gsm8k --system-prompt "
+GSM8K_DATA += r"'Think step by step, and put your final answer within \boxed{}.'"  # the recipe's
+GSM8K = f"{GSM8K_DATA} --save-every 0 --output-dir $WORK/run"
 GSM8K_EVALUATION = "--num-eval-prompts 1319 --num-eval-samples 4 --local-rollout-forward-batch-size 1024"
 GSM8K_NEEDS = f"{QWEN} $DATA/gsm8k"
 REAL = "bash benchmarks/real_models.sh"
@@ -136,13 +134,6 @@ def all_steps(is_toy):
     )
     gloo = f"{SHAPE} && ACCELERATE_BYPASS_DEVICE_MAP=true {gloo} --total-episodes 768"
     add("two-ranks", 120, gloo, TOY_GRPO)  # on one GPU
-    shards = f"{FSDP2} benchmarks/gpu_all.py train grpo_math {RANDOM} --total-episodes 512"
-    shards = (
-        f"{SHAPE} && rm -rf $SHARED/fsdp2 && {shards} --gradient-checkpointing --output-dir $SHARED/fsdp2"
-    )
-    add("fsdp2", 120, shards, TOY_GRPO)
-    resume = f"{FSDP2} benchmarks/gpu_all.py train grpo_math --resume $SHARED/fsdp2 --total-episodes 768"
-    add("fsdp2-resume", 120, resume, "--total-episodes 32", "$SHARED/fsdp2")
     # How far the ratios of an unchanged policy are from 1: sqrt(2 * approxkl), because nothing is learned.
     for name, flags in {"gap": "", "gap-checkpointing": "--gradient-checkpointing"}.items():
         command = (
@@ -169,7 +160,7 @@ def all_steps(is_toy):
         ("vllm", '{"use_vllm": true, "vllm_mode": "colocate"}', "module:vllm"),
     ):
         command = f"GRPO_CONFIG='{config}' $PYTHON benchmarks/trl_gsm8k.py $WORK/trl.json {three}"
-        command += f" --model-name-or-path {QWEN} --dataset-name $DATA/gsm8k"
+        command += f" {GSM8K_DATA}"
         toy, needs = f"{TOY_QWEN} --total-episodes 8", f"{GSM8K_NEEDS} module:trl {needs}"
         add(f"trl-{name}", 240, command, toy, needs, "trl.json")
     # PPO on real data.
@@ -185,7 +176,8 @@ def all_steps(is_toy):
             add(f"variant-{name}-seed{seed}", 540, command, TOY_QWEN, GSM8K_NEEDS, RUN)
     # A calculator, and the same run in which a response ends at its first call.
     for name, flags in {"tools": "", "no-tools": "--max-turns 1"}.items():
-        command = f"$PYTHON grpo_tools.py gsm8k-tools-qwen-0.5b {GSM8K} {GSM8K_EVALUATION} {flags}"
+        prompted = GSM8K.replace("step by step,", "step by step, use the calculator,")  # that recipe's
+        command = f"$PYTHON grpo_tools.py gsm8k-tools-qwen-0.5b {prompted} {GSM8K_EVALUATION} {flags}"
         add(name, 540, command, TOY_QWEN, GSM8K_NEEDS, RUN)
     return steps
 
@@ -420,11 +412,6 @@ def train(*words):
             for name, answer in {"memory_stats": stats, "set_per_process_memory_fraction": None}.items():
                 fake = partial(lambda answer, *args: answer, answer)
                 stack.enter_context(patch.object(torch.cuda, name, fake))
-        if os.environ.get("TOY") and os.environ.get("ACCELERATE_USE_FSDP"):
-            # accelerate shards only on GPUs, so it has to take this process for one.
-            accelerate.PartialState(cpu=True).distributed_type = accelerate.DistributedType.MULTI_GPU
-            accelerator_class = accelerate.Accelerator
-            accelerate.Accelerator = lambda cpu, **named: accelerator_class(**named)
         on_gpu = torch.cuda.is_available()
         if options.gib and on_gpu:
             torch.cuda.set_per_process_memory_fraction(options.gib * 2**30 / torch.cuda.mem_get_info()[1])

@@ -221,7 +221,7 @@ def time_casts(shape, model):
     outputs = []
     for dtype in ("fp32", "bf16"):
         if dtype == "bf16":
-            script.round_frozen_weights(model, is_saved=False)
+            script.round_frozen_weights(model, only_if_exact=False)
         generate(model, rows, n, "recorded", n)
         _, tokens, logprobs, seconds, gib = generate(model, rows, n, "recorded", n)
         note("casts", f"{shape}, frozen weights in {dtype}", ms_recorded=seconds / n * 1e3, gib=gib)

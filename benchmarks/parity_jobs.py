@@ -38,23 +38,35 @@ sys.path.insert(0, str(ROOT))
 
 
 def train_ours(script, args, updates, snapshots, patches=(), **changes):
-    """One of our scripts that sample. copy_weights is called before the first update, and after each.
+    """One of our scripts that sample.
 
+    make_learner gets the model, Run.start comes before the first update, and Run.checkpoint is the end of each.
     patches: changes of the script, each a list of (old lines, new lines); changes: flags of this side only
     """
     args = replace(args, **changes)
     if patches:
         script = patched(script, patches)
-    count = 0
-    copy_weights = script.copy_weights
+    make_learner, start, checkpoint = script.make_learner, script.Run.start, script.Run.checkpoint
+    policy = None
 
-    def copy_and_see(learner, model):
-        nonlocal count
-        copy_weights(learner, model)
-        snapshots.see(count, model.policy)
-        count += 1
+    def make_and_keep(model, args, accelerator):
+        nonlocal policy
+        policy = model.policy
+        return make_learner(model, args, accelerator)
 
-    with mock.patch.object(script, "copy_weights", copy_and_see):
+    def start_and_see(run, batch_size):
+        state = start(run, batch_size)
+        snapshots.see(0, policy)
+        return state
+
+    def checkpoint_and_see(run, state):
+        snapshots.see(state["update"], policy)
+        checkpoint(run, state)
+
+    with (
+        mock.patch.object(script, "make_learner", make_and_keep),
+        mock.patch.multiple(script.Run, start=start_and_see, checkpoint=checkpoint_and_see),
+    ):
         script.train(args)
 
 
@@ -433,7 +445,7 @@ def load_classifier(script, args):
     """What reward_model.py starts from. -> model, tokenizer, held-out rows"""
     tokenizer = script.load_tokenizer(args.model_name_or_path)
     splits = script.load_splits(args.dataset_name)
-    train, held_out = (script.load_preference_rows(rows, tokenizer, args)[0] for rows in splits)
+    train, held_out = (script.load_preference_rows(rows, tokenizer, args) for rows in splits)
     model, _ = script.build_classifier(args, tokenizer, train, None)
     return model, tokenizer, held_out
 
@@ -519,7 +531,7 @@ CPU = torch.device("cpu")
 
 def grpo_scores(script, args):
     """Is the answer right?"""
-    return {"score": script.load_reward(args, None, CPU)}
+    return {"score": partial(script.score_responses, script.load_functions(args.reward_fn), None, CPU)}
 
 
 def rloo_scores(script, args):
@@ -782,11 +794,10 @@ def measure(respond, script, args, policy, reference, tokenizer, rows, k, scores
     for start in range(0, len(rows), 64):
         b, texts = respond(script, args, policy, tokenizer, rows[start : start + 64], k, start)
         for name, reward in scores.items():
-            found[name].append(script.weighted_sum(reward(*texts)))
+            found[name].append(sum(x.nan_to_num() for x in reward(*texts).values()))
         inputs = b["ids"], b["mask"], T, args.temperature
-        forward = getattr(script, "response_logprobs", None) or script.response_logprobs
-        logprobs, entropies, *_ = forward(policy, *inputs)  # [B, T] each
-        ref_logprobs, *_ = forward(reference, *inputs)
+        logprobs, entropies, *_ = script.response_logprobs(policy, *inputs)  # [B, T] each
+        ref_logprobs, *_ = script.response_logprobs(reference, *inputs)
         found["kl"].append((logprobs - ref_logprobs).sum(1))
         found["entropy"].append(entropies[script.length_mask(b["lengths"], T)])
         found["length"].append(b["lengths"].float())

@@ -51,8 +51,9 @@ qwen-gsm8k)
     [ -e gsm8k/test.jsonl ] || "$PYTHON" "$HERE/benchmarks/real_data.py" "$JOB" "$DATA" .
     # All test problems, with four samples each. The evaluation answers 1,024 prompts at once.
     stage "grpo-seed$SEED" grpo_math.py gsm8k-qwen-0.5b --seed "$SEED" --dataset-name gsm8k \
-        --model-name-or-path models/qwen2.5-coder-0.5b-instruct --num-eval-prompts 1319 --num-eval-samples 4 \
-        --local-rollout-forward-batch-size 1024 --keep-checkpoints 1 "$@"
+        --model-name-or-path models/qwen2.5-coder-0.5b-instruct \
+        --system-prompt 'Think step by step, and put your final answer within \boxed{}.' \
+        --num-eval-prompts 1319 --num-eval-samples 4 --local-rollout-forward-batch-size 1024 --keep-checkpoints 1 "$@"
     ;;
 smollm2-imdb)
     [ -e imdb-judge/test.jsonl ] || "$PYTHON" "$HERE/benchmarks/real_data.py" "$JOB" "$DATA" .

@@ -1,7 +1,7 @@
 """How much memory a run needs per GPU, by arithmetic.
 
     python benchmarks/scale.py                                                          # tables of docs/scale.md
-    python benchmarks/scale.py llama-7b --algorithm rloo --gpus 8 --sharding fsdp2      # the parts of one case
+    python benchmarks/scale.py llama-7b --algorithm rloo --gpus 8 --sharding zero2      # the parts of one case
     python benchmarks/scale.py pythia-1b --lora-r 16 --gradient-checkpointing           # --help lists all flags
 
 Memory is in bytes, or in GB of 10^9 bytes. tests/documents/test_scale.py compares the peaks with those of
@@ -19,6 +19,8 @@ GB = 1e9
 
 USABLE = 0.9  # share of a GPU's memory that a run may plan with: CUDA, NCCL and gaps take the rest
 LOGITS_AT_ONCE = 2**26  # token_logprobs on a GPU
+DEEPSPEED_BUCKET = 500_000_000  # numbers: reduce_bucket_size
+DEEPSPEED_LIVE = 1_000_000_000  # numbers: stage3_max_live_parameters and stage3_max_reuse_distance
 GPUS = (80, 141)  # GB: an H100 SXM, an H200
 SMALLER_GPUS = (24, 48, 80)  # GB, of the table of long responses: an RTX 4090, an L40S, an H100
 
@@ -109,7 +111,7 @@ class Case:
     model: Model
     algorithm: Literal["ppo", "rloo", "grpo", "sft", "reward_model"] = "rloo"
     gpus: int = 1
-    sharding: Literal["ddp", "fsdp2", "zero3"] = "ddp"
+    sharding: Literal["ddp", "zero2", "fsdp2", "zero3"] = "ddp"  # the scripts have ddp and zero2
     gpu_memory: int = 80  # GB
     reward_model: Model | None = None  # None: a function without a model
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -168,12 +170,14 @@ class Case:
         return self.algorithm in ("rloo", "grpo") and not self.gradient_checkpointing
 
     @property
-    def is_sharded(self):
-        return self.sharding != "ddp" and self.gpus > 1
+    def has_copy(self):
+        """FSDP2 and ZeRO-3 cut weights into shards. Shards cannot sample, so the learner is a copy of the policy."""
+        return self.sharding in ("fsdp2", "zero3") and self.gpus > 1
 
     @property
     def shards(self):
-        return self.gpus if self.is_sharded else 1
+        """The number of parts that gradients and optimizer states are cut into."""
+        return 1 if self.sharding == "ddp" else self.gpus
 
     @property
     def length(self):
@@ -283,7 +287,7 @@ def bf16_copies_for_backward(case):
     """
     if case.dtype == "float32" or not case.lora_r or case.load_in_8bit:
         return 0
-    if case.frozen_number == BF16 and not case.is_sharded:
+    if case.frozen_number == BF16 and not case.has_copy:
         return 0
     weights = sum(inputs * outputs for inputs, outputs in case.model.linear_layers)
     return BF16 * weights * (1 if case.gradient_checkpointing else case.model.layers)
@@ -371,9 +375,41 @@ def logits_of_update(case):
     return FP32 * max(3 * chunk + gradient, chunk + 3 * last + gradient, 2 * chunk + 2 * gradient)
 
 
+def states(case):
+    """Gradients, optimizer and what comes with sharding. -> two dicts, part -> bytes: held always, and in the update
+
+    The bytes per parameter were counted on a CPU, in runs of two processes (torch 2.13, deepspeed 0.19.8).
+    """
+    weights, N = FP32 * trained(case), case.shards
+    accumulates = case.gradient_accumulation_steps > 1
+    adam = {"Adam": 2 * weights / N}
+    if case.sharding == "ddp":
+        gradients = {"gradients": weights}
+        # With several processes, gradients are views of DDP's buckets, which are never freed.
+        return (adam, gradients) if case.gpus == 1 else (adam | gradients, {})
+    if case.sharding == "fsdp2":  # with accumulation, it keeps whole gradients until the last pass
+        gradients = weights if accumulates else weights / N
+        return adam, {"gradients": gradients, "gathered layers": gathered(case)}
+    # DeepSpeed copies the weights that this process updates, although they are in fp32 already. It allocates a
+    # whole bucket, and copies what is in it (or a larger gradient, which is not put in it) if that belongs to
+    # several processes. The optimizer step copies the gradients too, but by then the activations are gone.
+    always = adam | {"fp32 copy of a shard": weights / N}
+    bucket = FP32 * DEEPSPEED_BUCKET
+    copied = min(max(bucket, FP32 * case.model.embeddings), weights)
+    if case.sharding == "zero2":  # with accumulation: the gradients of this pass, and the sum of those before
+        gradients = (2 if accumulates else 1) * weights / N
+        return always, {"gradients": gradients, "buckets": bucket + copied}
+    always |= {"gradients": weights / N, "bucket": bucket}
+    return always, {"copy of the bucket": copied, "gathered layers": gathered(case)}
+
+
 def gathered(case):
-    """FSDP2 and ZeRO-3: two layers, embeddings and output layer are whole, and so are their gradients."""
+    """FSDP2: two layers, embeddings and output layer are whole, and so are their gradients. ZeRO-3 does not release
+    layers that it needs again soon.
+    """
     m = case.model
+    if case.sharding == "zero3":
+        return FP32 * min(m.parameters, DEEPSPEED_LIVE)
     whole = 2 * m.layer + m.embeddings + m.head
     return FP32 * whole if case.lora_r else 2 * FP32 * whole
 
@@ -385,23 +421,51 @@ def memory(case):
     """
     policy = policy_bytes(case)  # in fp32
     rounded_policy = policy_bytes(case, case.frozen_number)
-    weights = trained(case)
-    gradients = FP32 * weights / case.shards
-    if case.sharding == "fsdp2" and case.gradient_accumulation_steps > 1:
-        gradients = FP32 * weights  # FSDP2 keeps them whole until they are exchanged
+    always_held, held_in_update = states(case)
     frozen = {
         "reference": reference_bytes(case),
         "reward model": reward_model_bytes(case),
     }
-    always = {
-        "policy": 0 if case.is_sharded else rounded_policy,
-        "shard of the policy": policy / case.shards if case.is_sharded else 0,
-        "Adam": 2 * FP32 * weights / case.shards,
-        "whole policy to sample with": rounded_policy if case.is_sharded else 0,
-        **frozen,
-    }
     copies = {"bf16 copies of trained weights": bf16_copies(case)}
     rows = min(case.local_rollout_forward_batch_size, case.local_batch)
+    # The keys and values with which the responses are read go before the output layer comes.
+    cache = case.shares_prompts * kv_cache(
+        case, case.per_device_train_batch_size, case.length, case.prompt_number
+    )
+    if case.has_copy:
+        weights = {"shard of the policy": policy / case.shards}
+        if case.is_rl:
+            weights["whole policy to sample with"] = rounded_policy
+    else:
+        weights = {"policy": rounded_policy}
+    phases = {
+        "always": {**weights, **always_held, **frozen},
+        "update": {
+            **held_in_update,
+            **copies,
+            "bf16 copies of frozen weights": bf16_copies_for_backward(case),
+            "activations": activations(case),
+            "logits, or keys and values": max(logits_of_update(case), cache),
+        },
+    }
+    if case.is_rl:
+        phases |= rollout(case, copies, rows)
+    elif case.has_copy:  # sft.py and reward_model.py kept the whole model on the CPU until an evaluation
+        phases["evaluation"] = {
+            "whole model": rounded_policy,
+            **copies,
+            "one layer": one_layer_without_gradient(case, case.model, rows * case.length),
+            "logits": logits_of_update(case),
+        }
+    if case.has_copy and case.is_rl:
+        phases["start"] = {"two whole policies, before one is cut": 2 * policy, **frozen}
+    else:
+        phases["start"] = {"policy in fp32, as it is loaded and saved": policy, **frozen}
+    return phases
+
+
+def rollout(case, copies, rows):
+    """The phases of a rollout of so many rows. -> dict: phase -> dict: part -> bytes"""
     prompt_tokens = rows / case.responses_per_prompt * case.prompt_length
     prompts = {
         **copies,
@@ -427,27 +491,7 @@ def memory(case):
         scoring["one layer of the reward model"] = one_layer_without_gradient(
             case, case.reward_model, rows * case.length
         )
-    # The keys and values with which the responses are read go before the output layer comes.
-    cache = case.shares_prompts * kv_cache(
-        case, case.per_device_train_batch_size, case.length, case.prompt_number
-    )
-    update = {
-        "gradients": gradients,
-        "gathered layers": gathered(case) if case.is_sharded else 0,
-        **copies,
-        "bf16 copies of frozen weights": bf16_copies_for_backward(case),
-        "activations": activations(case),
-        "logits, or keys and values": max(logits_of_update(case), cache),
-    }
-    phases = {"always": always, "update": update}
-    if case.is_rl:
-        phases |= {"prompts": prompts, "first token": first_token, "generation": generation}
-        phases |= {"scoring": scoring}
-    if case.is_sharded:
-        phases["start"] = {"two whole policies, before one is cut": 2 * policy, **frozen}
-    else:
-        phases["start"] = {"policy in fp32, as it is loaded and saved": policy, **frozen}
-    return phases
+    return {"prompts": prompts, "first token": first_token, "generation": generation, "scoring": scoring}
 
 
 def peaks(case):
@@ -459,6 +503,11 @@ def peaks(case):
 
 def peak(case):
     return max(peaks(case).values())
+
+
+def peak_of_rollout(case):
+    """In bytes, as the peak of the update is peaks(case)["update"]."""
+    return max(peaks(case)[phase] for phase in ("prompts", "first token", "generation", "scoring"))
 
 
 def fits(case):
@@ -500,7 +549,7 @@ def launches(gpus):
     """Ways to start on this many GPUs. -> list of (sharding, what the tables call it)"""
     if gpus == 1:
         return [("ddp", "one process")]
-    return [("ddp", "ddp.yaml"), ("fsdp2", "fsdp2.yaml")]
+    return [("ddp", "ddp.yaml"), ("zero2", "zero2.yaml")]
 
 
 def markdown(header, rows):
@@ -512,9 +561,11 @@ def memory_table():
     """GB per GPU at the peak, for each size; which of the two GPUs it fits."""
     rows = []
     for changes in SETTINGS:
-        starts = [(1, "ddp", "1, or more with ddp.yaml")]
-        if "lora_r" not in changes:
-            starts += [(8, "fsdp2", "8, fsdp2.yaml"), (64, "fsdp2", "64, fsdp2.yaml")]
+        if "lora_r" in changes:
+            starts = [(1, "ddp", "1, or more with ddp.yaml")]
+        else:
+            starts = [(1, "ddp", "1"), (8, "ddp", "2 or more, ddp.yaml")]
+            starts += [(8, "zero2", "8, zero2.yaml"), (64, "zero2", "64, zero2.yaml")]
         for gpus, sharding, name in starts:
             cells = []
             for size in SIZES:
@@ -534,11 +585,11 @@ def fit_text(case):
 
 
 def choose(size, gpus, gpu_memory):
-    """The first way that fits: all weights before LoRA, DDP before shards, few flags before many."""
+    """The first way that fits: all weights before LoRA, DDP before ZeRO-2, few flags before many."""
     for changes in SETTINGS:
         for sharding, name in launches(gpus):
-            if "lora_r" in changes and sharding == "fsdp2":
-                continue  # the sampling copy is whole anyway, and 8-bit weights cannot be cut
+            if "lora_r" in changes and sharding == "zero2":
+                continue  # an adapter has little to shard
             case = table_case(size, gpus=gpus, sharding=sharding, gpu_memory=gpu_memory, **changes)
             if fits(case):
                 return case, name, changes
@@ -560,6 +611,73 @@ def choice_table():
                     cells.append(f"{name}, {flags_text(changes)}: {peak(case) / GB:.0f} GB")
             rows.append([size, str(gpus), *cells])
     return markdown(["policy", "GPUs", "80 GB each", "141 GB each"], rows)
+
+
+SHARDINGS = {"ddp": "DDP", "zero2": "ZeRO-2", "fsdp2": "FSDP2", "zero3": "ZeRO-3"}
+
+
+def sharding_case(size, gpus, sharding, has_reference, **changes):
+    """GRPO with `small` and a reward function, all weights trained, with or without a reference."""
+    return Case(
+        MODELS[SIZES[size]],
+        algorithm="grpo",
+        kl_coef=0.05 if has_reference else 0.0,
+        gpus=gpus,
+        sharding=sharding,
+        **SMALL | changes,
+    )
+
+
+STATES = {
+    "weights": ("policy", "shard of the policy", "whole policy to sample with"),
+    "fp32 copy of a shard": ("fp32 copy of a shard",),
+    "gradients": ("gradients",),
+    "Adam": ("Adam",),
+}
+BUFFERS = ("bucket", "buckets", "copy of the bucket", "gathered layers")
+
+
+def held_in_update(case):
+    """All that depends on the sharding. -> dict: column of bytes_table -> bytes"""
+    phases = memory(case)
+    parts = phases["always"] | phases["update"]
+    columns = STATES | {"buffers": BUFFERS}
+    return {column: sum(parts.get(name, 0) for name in names) for column, names in columns.items()}
+
+
+def bytes_table():
+    """Bytes per trained parameter on N GPUs during the update, and GB of buffers."""
+    rows = []
+    for sharding, name in SHARDINGS.items():
+        two, four = (sharding_case("7B", gpus, sharding, False) for gpus in (2, 4))
+        columns = zip(held_in_update(two).values(), held_in_update(four).values())
+        *states, _ = [(x / trained(two), y / trained(four)) for x, y in columns]
+        states.append([sum(column) for column in zip(*states)])
+        buffers = [
+            held_in_update(sharding_case(size, 2, sharding, False))["buffers"] for size in ("1B", "7B")
+        ]
+        rows.append([name, *[share_text(*x) for x in states], *[f"{x / GB:.1f}" for x in buffers]])
+    header = ["", *STATES, "sum", "buffers of 1B, GB", "of 7B, GB"]
+    return markdown(header, rows)
+
+
+def share_text(two, four):
+    """The formula a + b/N of a number that is `two` on 2 GPUs and `four` on 4."""
+    b = round(4 * (two - four), 6)
+    a = round(two - b / 2, 6)
+    return " + ".join([f"{a:g}"] * bool(a) + [f"{b:g}/N"] * bool(b)) or "0"
+
+
+def sharding_table():
+    """GB per GPU at the peak of the rollout and at that of the update, for each sharding."""
+    rows = []
+    for size, gpus, has_reference in product(("1B", "7B"), (2, 8), (False, True)):
+        cells = []
+        for sharding in SHARDINGS:
+            case = sharding_case(size, gpus, sharding, has_reference)
+            cells.append(f"{peak_of_rollout(case) / GB:.1f} / {peaks(case)['update'] / GB:.1f}")
+        rows.append([size, str(gpus), "yes" if has_reference else "no", *cells])
+    return markdown(["policy", "GPUs", "reference", *SHARDINGS.values()], rows)
 
 
 LONG_SIZES = {"0.5B": "qwen2.5-0.5b", "1.5B": "qwen2.5-1.5b", "3B": "qwen2.5-3b", "7B": "qwen2.5-7b"}
@@ -622,6 +740,8 @@ def print_tables():
     tables = {
         "Memory per GPU": memory_table(),
         "What to use": choice_table(),
+        "Why DDP and ZeRO-2 only: bytes per trained parameter": bytes_table(),
+        "Why DDP and ZeRO-2 only": sharding_table(),
         "Long responses": long_table(),
     }
     for title, lines in tables.items():
@@ -648,16 +768,20 @@ def parse_case(argv):
     model = MODELS[flags.pop("policy")]
     flags["reward_model"] = MODELS.get(flags["reward_model"])
     case = Case(model, **flags)
+    if case.sharding != "ddp" and case.gpus == 1:
+        parser.error(f"--sharding {case.sharding}: also set --gpus")
     if case.num_shared_layers and (case.lora_r or case.load_in_8bit):
         parser.error("--num-shared-layers cannot be combined with --lora-r or --load-in-8bit")
     if case.load_in_8bit and case.lora_r and case.sharding == "fsdp2":
-        parser.error("--load-in-8bit: FSDP2 cannot shard 8-bit weights; use ZeRO or DDP")
+        parser.error("--load-in-8bit: FSDP2 cannot shard 8-bit weights")
     return case
 
 
 def print_case(case):
     print(f"{case.model.parameters:,} parameters, {trained(case):,} of them are trained\n")
     print("\n".join(parts_table(case)))
+    if case.has_copy:
+        print(f"\nThe scripts have no {SHARDINGS[case.sharding]}: docs/scale.md compares it with ZeRO-2.")
     print(
         f"\nIt {'fits' if fits(case) else 'does not fit'} {case.gpu_memory} GB, of which {USABLE:.0%} count."
     )

@@ -1,6 +1,6 @@
 """How large and how readable are the scripts, in numbers?
 
-    python benchmarks/shape.py                     # the scripts, report.py, tests/ and benchmarks/
+    python benchmarks/shape.py                     # the scripts, what goes with them, tests/ and benchmarks/
     python benchmarks/shape.py --before 21db0b9    # a commit, and next to it the working tree
     python benchmarks/shape.py FILE.py ...         # any other files
 
@@ -33,7 +33,8 @@ SCRIPTS = [
     "grpo_math.py",
     "grpo_tools.py",
 ]
-OTHERS = ["ppo_minimal.py", "report.py", "tests/", "benchmarks/"]  # a folder: the sum of its Python files
+OTHERS = ["check.py", "judge.py", "chat.py", "ppo_minimal.py", "report.py"]
+OTHERS += ["tests/", "benchmarks/"]  # a folder: the sum of its Python files
 COLUMNS = ["lines", "nodes", "loop starts at", "tokens per code line", "Part I ends at", "widest line"]
 ANCHORS = {  # lines, nodes, line of the loop, tokens per code line
     "cleanrl ppo.py": (312, 1547, 185, "8, 21"),
@@ -109,7 +110,7 @@ def measure_sum(sources):
 def measure_all(files):
     """files: path -> source. -> dict: name in the table -> cells"""
     rows = {name: measure_file(files[name]) for name in SCRIPTS}
-    rows["the seven scripts"] = measure_sum([files[name] for name in SCRIPTS])
+    rows["the eight scripts"] = measure_sum([files[name] for name in SCRIPTS])
     for name in OTHERS:
         rows[name] = measure_sum([source for path, source in files.items() if path.startswith(name)])
     return rows

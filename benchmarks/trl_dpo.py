@@ -67,7 +67,7 @@ def train_trl(dpo, args, folder):
     trainer = trl.DPOTrainer(
         model, args=config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
     )
-    pairs, _ = dpo.load_pairs(rows, tokenizer, args)
+    pairs = dpo.load_pairs(rows, tokenizer, args)
     for pair, other in zip(pairs, trainer.train_dataset, strict=True):
         assert pair["ids"] == other["prompt_ids"]
         assert pair["responses"] == [other["chosen_ids"], other["rejected_ids"]]
@@ -86,7 +86,7 @@ def run(seed):
         flags += " --eval-dataset-name data/tldr --judge-fn data/make_tldr.py:gold_score"
         args = dpo.parse_args(flags.split())
         tokenizer = dpo.load_tokenizer(args.model_name_or_path)
-        held_out, _ = dpo.load_pairs(dpo.load_splits(args.dataset_name)[1], tokenizer, args)
+        held_out = dpo.load_pairs(dpo.load_splits(args.dataset_name)[1], tokenizer, args)
         accelerator = dpo.start_accelerator(args)
         start = dpo.pair_logprobs(dpo.PairPolicy(dpo.load_lm(args)), held_out, args, accelerator)
         model, run_folder = dpo.train(args)

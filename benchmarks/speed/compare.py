@@ -223,7 +223,7 @@ def our_command(job, changes, models, rows, batches, out, root=ROOT):
             num_eval_prompts=1,
         )
         if "critic" in job:
-            flags |= dict(reward_model_path=f"{model}_labels", reward_label=0)
+            flags |= dict(reward_model_path=f"{model}_labels", reward_label="LABEL_0")
             flags |= dict(value_model_path=f"{model}_rm", kl_target=None, kl_coef=0.05)
         else:
             flags |= dict(reward_fn=[f"{HERE / 'reward.py'}:distinct_letters"])

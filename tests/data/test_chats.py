@@ -11,6 +11,8 @@ import transformers
 from conftest import GROUPS, byte_level_tokenizer, random_lm, save
 from run_tools import reward_file, rows_of, spy, write_rows
 
+import check
+import judge
 import sft as sft_py
 
 pytest_plugins = ["run_fixtures"]
@@ -161,15 +163,18 @@ def test_a_template_without_an_end_of_turn():
 
 
 def test_a_prompt_that_ends_in_a_space():
-    """In the chat, the space is a part of the next token; in a rollout, of the prompt."""
+    """In the chat, the space is a part of the next token; in a rollout, of the prompt.
+
+    So nothing is learned, and that is counted.
+    """
     tokenizer = byte_level_tokenizer()
     row = {"messages": chat((USER, "Well?"), (ASSISTANT, "The film was good."))}
     tokenizer.chat_template = WITHOUT_END
     [(_, labels)] = documents_of(tokenizer, row)
     assert learned(tokenizer, labels) == [" The film was good.<|endoftext|>"]
     tokenizer.chat_template = WITHOUT_END.replace("assistant:", "assistant: ")
-    with pytest.raises(sft_py.UserError, match="1 answers not learned .no rollout could give them"):
-        documents_of(tokenizer, row)
+    documents, left_out = sft_py.load_documents([row], tokenizer, sft_py.Args())
+    assert documents == [] and "1 answers not learned (no rollout could give them" in left_out
 
 
 @pytest.mark.parametrize("is_special", [False, True])
@@ -190,16 +195,41 @@ def test_an_added_token_ends_a_turn_only_if_it_is_special(is_special):
         assert ids[-2:] == [done, eos] and stops == [eos]
 
 
+@pytest.fixture
+def faults(scripts, small, tmp_path):
+    """faults(name, rows, tokenizer, **flags) -> what check.py finds before a run on these rows
+
+    The columns of the rows are those of load_chats.
+    """
+
+    def find(name, rows, tokenizer, **flags):
+        folder = tmp_path / f"faults-{len(list(tmp_path.iterdir()))}"
+        model = random_lm("bloom", tokenizer, seed=0)  # it reads texts of any length
+        lm = save(model, tokenizer, folder / "lm")
+        rows = [columns_for(name, row) for row in rows]
+        flags |= dict(model_name_or_path=lm, dataset_name=write_rows(folder / "data", train=rows, test=rows))
+        if name in (*GROUPS, "grpo_tools"):
+            flags |= dict(max_prompt_length=1000, response_length=8)
+        if name == "rloo_tldr":
+            flags |= dict(reward_fn=reward_file(tmp_path, "return [1.0] * len(prompts)"))
+        if name == "dpo_tldr":
+            flags |= dict(eval_dataset_name=None, judge_fn=None)
+        return check.errors(scripts[name], small(name, **flags))
+
+    return find
+
+
 @pytest.mark.parametrize("columns", ["text", "prompt completion"])
-def test_a_text_with_bos_of_its_own(columns):
+def test_a_text_with_bos_of_its_own(faults, columns):
     """Rendered chats often begin with BOS. The tokenizer adds another one, which no rollout has."""
     tokenizer = build_tokenizer("llama3")
-    row = dict.fromkeys(columns.split(), "It is 5.")
+    row = dict(zip(columns.split(), ["It is 5.", " Or 6."]))
     [(ids, _)], _ = sft_py.load_documents([row], tokenizer, sft_py.Args())
     assert ids[0] == tokenizer.bos_token_id != ids[1]
-    row[columns.split()[0]] = "<|begin_of_text|>It is 5."
-    with pytest.raises(sft_py.UserError, match="begins with BOS twice"):
-        sft_py.load_documents([row], tokenizer, sft_py.Args())
+    rows = [row | {columns.split()[0]: f"{start}It is 5."} for start in ("", "<|begin_of_text|>")]
+    assert faults("sft", rows[:1], tokenizer) == []
+    [line] = faults("sft", rows, tokenizer)
+    assert line.startswith("train.jsonl row 2 begins with BOS twice")
 
 
 def test_an_unknown_word_ends_no_turn():
@@ -325,14 +355,20 @@ def test_a_message_that_the_assistant_has_begun(scripts, family, name):
 
 def load_chats(scripts, name, row, tokenizer):
     """What a script makes of a row with the columns prompt, chosen and rejected."""
-    script = scripts[name]
-    if name in ("sft", *GROUPS, "grpo_tools"):
-        row = {dict(chosen="completion").get(column, column): x for column, x in row.items()}
+    script, row = scripts[name], columns_for(name, row)
     if name in (*GROUPS, "grpo_tools"):
         return [task["ids"] for task in load_prompts(script, [row], tokenizer)]
-    readers = dict(sft="load_documents", reward_model="load_preference_rows", dpo_tldr="load_pairs")
-    loaded, _ = getattr(script, readers[name])([row], tokenizer, script.Args())
-    return loaded
+    if name == "sft":
+        return script.load_documents([row], tokenizer, script.Args())[0]
+    readers = dict(reward_model="load_preference_rows", dpo_tldr="load_pairs")
+    return getattr(script, readers[name])([row], tokenizer, script.Args())
+
+
+def columns_for(name, row):
+    """A row with the columns prompt, chosen and rejected, as a script names them."""
+    if name in ("reward_model", "dpo_tldr"):
+        return row
+    return {dict(chosen="completion").get(column, column): x for column, x in row.items()}
 
 
 CHAT_ROW = {
@@ -346,17 +382,19 @@ TOOL = {"type": "function", "function": {"name": "add"}}
 
 
 @pytest.mark.parametrize("name", CHAT_SCRIPTS)
-def test_columns_for_the_template(scripts, name):
+def test_columns_for_the_template(scripts, faults, name):
     """Its tools and options would be ignored. Empty ones are none; to texts, they are columns like others."""
     tokenizer = build_tokenizer("qwen3")
     columns = {"tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}, "images": ["a.png"]}
     plain = load_chats(scripts, name, CHAT_ROW, tokenizer)
+    lines = faults(name, [CHAT_ROW, CHAT_ROW | columns], tokenizer)
     for column, value in columns.items():
-        with pytest.raises(scripts[name].UserError, match=f"chats with the column {column}"):
-            load_chats(scripts, name, CHAT_ROW | {column: value}, tokenizer)
+        assert any(f"train.jsonl row 2: the column {column} belongs to the chat" in line for line in lines)
         for empty in (None, [], {}, ""):
             assert load_chats(scripts, name, CHAT_ROW | {column: empty}, tokenizer) == plain
         assert load_chats(scripts, name, TEXT_ROW | {column: value}, tokenizer)
+    assert faults(name, [CHAT_ROW | dict.fromkeys(columns)], tokenizer) == []
+    assert faults(name, [TEXT_ROW | columns], tokenizer) == []
 
 
 def test_tools_in_a_prompt_of_the_template_flag(scripts):
@@ -368,22 +406,24 @@ def test_tools_in_a_prompt_of_the_template_flag(scripts):
 
 
 @pytest.mark.parametrize("name", CHAT_SCRIPTS)
-def test_keys_that_the_template_does_not_read(scripts, name):
+def test_keys_that_the_template_does_not_read(scripts, faults, name):
     """Marks of what not to learn, of OpenAI, Mistral, axolotl and others. A null is no mark, and a word of a
     system message is no key."""
     tokenizer = build_tokenizer("llama3")
     tokenizer.chat_template = "The weight of a name, and how to train. " + tokenizer.chat_template
     plain = load_chats(scripts, name, CHAT_ROW, tokenizer)
-    for key, value in dict(weight=0, train=False, loss_mask=0, thinking="Hm.", name="Ann").items():
-        [message] = CHAT_ROW["prompt"]
-        with pytest.raises(
-            scripts[name].UserError, match=f"a message has .'{key}'., which the chat template"
-        ):
-            load_chats(scripts, name, CHAT_ROW | {"prompt": [message | {key: value}]}, tokenizer)
+    [message] = CHAT_ROW["prompt"]
+    marks = dict(weight=0, train=False, loss_mask=0, thinking="Hm.", name="Ann")
+    rows = [CHAT_ROW, *(CHAT_ROW | {"prompt": [message | {key: x}]} for key, x in marks.items())]
+    lines = faults(name, rows, tokenizer)
+    for number, key in enumerate(marks, start=2):
+        expected = f"train.jsonl row {number}, column prompt: a message has {key}, which the chat template"
+        assert any(line.startswith(expected) for line in lines), lines
         for empty in (None, "", [], {}):
-            assert (
-                load_chats(scripts, name, CHAT_ROW | {"prompt": [message | {key: empty}]}, tokenizer) == plain
-            )
+            row = CHAT_ROW | {"prompt": [message | {key: empty}]}
+            assert load_chats(scripts, name, row, tokenizer) == plain
+    empty = CHAT_ROW | {"prompt": [message | dict.fromkeys(marks)]}
+    assert faults(name, [CHAT_ROW, empty], tokenizer) == []
 
 
 def test_keys_that_the_template_reads():
@@ -405,17 +445,18 @@ def test_keys_that_the_template_reads():
     [None, {"text": "2 + 3?"}, [{"type": "text", "text": "2 + 3?"}], 5],
     ids=lambda x: type(x).__name__,
 )
-def test_content_that_is_no_text(scripts, name, content):
+def test_content_that_is_no_text(faults, name, content):
     """A template would print it as Python does, or write nothing."""
     prompt = [{"role": USER, "content": content}]
-    with pytest.raises(scripts[name].UserError, match="the content of a message must be a text"):
-        load_chats(scripts, name, CHAT_ROW | {"prompt": prompt}, build_tokenizer("qwen3"))
+    lines = faults(name, [CHAT_ROW, CHAT_ROW | {"prompt": prompt}], build_tokenizer("qwen3"))
+    expected = "train.jsonl row 2, column prompt: the content of a message must be a text"
+    assert any(line.startswith(expected) for line in lines), lines
 
 
-def test_messages_with_the_names_of_sharegpt():
+def test_messages_with_the_names_of_sharegpt(faults):
     foreign = [{"from": "human", "value": "2 + 3?"}, {"from": "gpt", "value": "5"}]
-    with pytest.raises(sft_py.UserError, match="the content of a message must be a text"):
-        documents_of(build_tokenizer("gemma"), {"messages": foreign})
+    lines = faults("sft", [{"messages": foreign}], build_tokenizer("gemma"))
+    assert any("the content of a message must be a text" in line for line in lines), lines
 
 
 # ---- Options of the chat template --------------------------------------------------------------------------
@@ -458,19 +499,22 @@ def test_values_of_options(scripts):
 
 
 @pytest.mark.parametrize("option", ["enable_thinkng", "enable", "tools", "eos_token", "messages"])
-def test_options_that_would_have_no_effect(scripts, option):
+@pytest.mark.parametrize("template", ["qwen3", None])
+def test_options_that_would_have_no_effect(faults, option, template):
     """Jinja ignores a name that the template does not have, and transformers sets some names itself."""
-    for family in ("qwen3", None):
-        tokenizer = build_tokenizer("qwen3")
-        if family is None:
-            tokenizer.chat_template = None
-        with pytest.raises(scripts["sft"].UserError, match=f"the chat template has no option {option}"):
-            with_options(scripts["sft"], tokenizer, json.dumps({option: True}))
+    tokenizer = build_tokenizer("qwen3")
+    row = CHAT_ROW
+    if template is None:
+        tokenizer.chat_template, row = None, TEXT_ROW
+    [line] = faults("sft", [row], tokenizer, chat_template_kwargs=json.dumps({option: True}))
+    assert f"the chat template has no option {option}" in line
+    if template is not None:
+        assert faults("sft", [row], tokenizer, chat_template_kwargs='{"enable_thinking": false}') == []
 
 
 @pytest.mark.parametrize("name", CHAT_SCRIPTS)
 def test_options_reach_the_run(scripts, small, monkeypatch, tmp_path, name):
-    """Before the data are read. (In rloo_tldr.py, the verb judge has them too.)"""
+    """Before the data are read. (judge.py, which has the flags of rloo_tldr.py, has them too.)"""
     model = chat_lm("qwen3", tmp_path / "lm", [1])
     flags = dict(model_name_or_path=model, chat_template_kwargs='{"enable_thinking": false}')
     calls = [lambda script, args: script.train(args)]
@@ -478,7 +522,7 @@ def test_options_reach_the_run(scripts, small, monkeypatch, tmp_path, name):
         flags |= dict(
             reward_fn=reward_file(tmp_path, "return [1.0] * len(prompts)"), judge_fn="no/judge.py:f"
         )
-        calls.append(lambda script, args: script.judge_policy(args))
+        calls.append(lambda script, args: judge.judge_policy(args))
 
     class ReachedError(Exception):
         pass
@@ -489,6 +533,7 @@ def test_options_reach_the_run(scripts, small, monkeypatch, tmp_path, name):
     templates = spy(monkeypatch, scripts[name], "load_tokenizer")
     monkeypatch.setattr(scripts[name], "load_splits", load_splits)
     monkeypatch.setattr(scripts[name], "load_judge", lambda *inputs: True, raising=False)
+    monkeypatch.setattr(check, "errors", lambda *inputs: [])  # judge.py looks at its data, too
     for i, call in enumerate(calls):
         with pytest.raises(ReachedError):
             call(scripts[name], small(name, f"run{i}", **flags))
@@ -501,7 +546,7 @@ def test_options_reach_the_run(scripts, small, monkeypatch, tmp_path, name):
 # ---- What ends a response ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["ppo_sentiment", "dpo_tldr", *GROUPS, "grpo_tools"])
+@pytest.mark.parametrize("name", ["dpo_tldr", *GROUPS, "grpo_tools"])
 def test_the_end_of_a_turn_is_a_stop_token(scripts, family, name):
     """A base model's generation_config has only the end of a text; its template ends turns with another."""
     tokenizer = build_tokenizer(family)
@@ -585,7 +630,7 @@ def test_preferences_between_chats(scripts, family):
     joined = {"chosen": chat(*TURNS), "rejected": chat(*TURNS[:3], worse)}
     ids = []
     for row in (separate, joined):
-        [loaded], _ = script.load_preference_rows([row], tokenizer, args)
+        [loaded] = script.load_preference_rows([row], tokenizer, args)
         ids.append(loaded.texts)
     assert ids[0] == ids[1]
     for text, turns in zip(ids[0], [TURNS, (*TURNS[:3], worse)]):
@@ -620,29 +665,3 @@ def test_results_of_tools_are_those_of_the_template(scripts, family, results):
     assert ours.end == ids[-1]
     assert ours.text_of_turn(tokenizer(call + "<|im_end|>").input_ids) == (call, True)
     assert ours.text_of_turn(tokenizer(call).input_ids) == (call, False)
-
-
-EACH = "{% for m in messages %}"
-REFUSED = {  # template -> the message
-    "{% for m in messages if m.role != 'assistant' %}{{ m.content }}<|im_end|>": "changes or drops",
-    EACH + "{{ m.content[:3] }}<|im_end|>": "changes or drops",
-    EACH + "{{ m.content }}{{ m.content }}<|im_end|>": "changes or drops",
-    EACH + "{{ m.content }}\n<|im_end|>": "ends a turn with",
-    "{% for m in messages if m.role != 'tool' %}{{ m.content }}<|im_end|>": "does not write the results",
-}
-
-
-@pytest.mark.parametrize(
-    "template, message", REFUSED.items(), ids=["drops", "cuts", "twice", "end", "no results"]
-)
-def test_templates_that_do_not_keep_turns_are_refused(scripts, capsys, monkeypatch, template, message):
-    """In one line, before anything is sampled."""
-    tokenizer = build_tokenizer("qwen2_5")
-    tokenizer.chat_template = template + "{% endfor %}"
-    module = scripts["grpo_tools"]
-    monkeypatch.setattr(module, "train", lambda args: turn_format(scripts, tokenizer, "<|im_end|>"))
-    with pytest.raises(SystemExit) as end:
-        module.main([])
-    assert end.value.code == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert message in line

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import textwrap
 import tokenize
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, pstdev
 
@@ -31,6 +32,7 @@ from safetensors.torch import load_file
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from archive import read, read_rows, run_folder  # noqa: E402
 
+import check  # noqa: E402
 import report  # noqa: E402
 
 pytest_plugins = ["run_fixtures"]
@@ -77,25 +79,39 @@ def test_the_readme_snippet_continues_a_prompt(ppo, tiny_lm):
     assert len(printed.getvalue().strip()) > len(prompt)
 
 
+def test_an_adapter_is_merged_as_the_page_says(ppo, tiny_lm, tmp_path):
+    """The Python block of docs/running.md gives the weights that the run saved, and a tokenizer."""
+    [code] = re.findall(r"^```python\n(.*?)^```", section("running", "## LoRA"), re.M | re.S)
+    _, folder, _ = ppo(model_name_or_path=tiny_lm(), lora_r=4)
+    exec(code.replace("ADAPTER", str(folder / "adapter")).replace("MERGED", str(tmp_path / "merged")), {})
+    weights = [load_file(path / "model.safetensors") for path in (tmp_path / "merged", folder / "model")]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(x, weights[1][name]) for name, x in weights[0].items())
+    assert (tmp_path / "merged/tokenizer.json").exists()
+
+
 def documented_commands():
-    """The indented commands of README, docs and docstrings that start a script. -> (script, words)"""
+    """The indented commands of README, docs and docstrings that start a script. -> (script, words)
+
+    check.py takes the name of a script and its flags, judge.py the flags of rloo_tldr.py.
+    """
     docstrings = [ast.get_docstring(ast.parse((ROOT / f"{name}.py").read_text()), False) for name in SCRIPTS]
     command = re.compile(r"^ {4}(?:\w+=\S+ )?(?:python|torchrun|accelerate|uv)\b(.*?(?:\\\n.*?)*)$", re.M)
     for page in [README, *DOCS.values(), *docstrings]:
         for line in command.findall(page):
             words = shlex.split(line.replace("\\\n", " "), comments=True)
-            paths = [i for i, word in enumerate(words) if word.endswith(".py")]
-            if paths and Path(words[paths[0]]).stem in SCRIPTS and "/" not in words[paths[0]]:
-                yield Path(words[paths[0]]).stem, tuple(words[paths[0] + 1 :])
+            paths = [i for i, word in enumerate(words) if word.endswith(".py") and word != "check.py"]
+            if paths and "/" not in words[paths[0]]:
+                name = words[paths[0]].removesuffix(".py")
+                if name in (*SCRIPTS, "judge"):
+                    yield "rloo_tldr" if name == "judge" else name, tuple(words[paths[0] + 1 :])
 
 
 @pytest.mark.parametrize("name, words", sorted(set(documented_commands())))
 def test_a_documented_command_parses(scripts, name, words):
     if "--resume" in words:
         pytest.skip("needs a run folder")
-    verbs = {"judge": 1, "chat": 2}  # chat is followed by a folder
-    skipped = verbs.get(words[0], 0) if words else 0
-    assert scripts[name].parse_args(list(words[skipped:]))
+    assert scripts[name].parse_args(list(words))
 
 
 def test_the_notebook_runs_scripts_and_shows_a_run(scripts, tmp_path, monkeypatch):
@@ -207,15 +223,15 @@ def test_reward_functions_in_the_docs_work(scripts, monkeypatch, page):
 
 @torch.no_grad()
 def test_the_reward_of_coming_from_trl_reads_eos(scripts):
-    """Its function gives the scores of rloo_tldr.py. As a classifier, the model is refused."""
+    """Its function gives the scores of rloo_tldr.py. As a classifier, check.py refuses the model."""
     name = str(ROOT / "checkpoints/tldr-reward")
     [block] = re.findall(r"(?:^    .*\n|^\n(?=    ))+", DOCS["from_trl"].split("appends EOS:\n")[1], re.M)[:1]
     namespace = {}
     exec(textwrap.dedent(block).replace("MY_REWARD_MODEL", name), namespace)
     rows = [json.loads(line) for line in (ROOT / "data/tldr-preference/test.jsonl").read_text().splitlines()]
     ppo, rloo, cpu = scripts["ppo_sentiment"], scripts["rloo_tldr"], torch.device("cpu")
-    with pytest.raises(ppo.UserError, match="see docs/from_trl.md"):
-        ppo.load_label_scorer(ppo.Args(reward_label="0"), name, cpu)
+    errors = check.errors(ppo, replace(ppo.RECIPES["tiny"], reward_model_path=name))
+    assert any("see docs/from_trl.md" in error for error in errors)
     reward_model = rloo.load_reward_model(rloo.Args(), name, cpu)
     offset = result("tldr-reward/evaluation.json")["reward_offset"]
     num_right = 0
@@ -739,8 +755,8 @@ def test_the_recipes_that_need_no_download_are_those_of_the_readme(scripts):
             assert args.dataset_name.startswith("data/") == is_named, name
 
 
-def test_the_classifiers_that_are_refused_are_those_of_the_page(scripts):
-    source = inspect.getsource(scripts["ppo_sentiment"].load_classifier)
+def test_the_classifiers_that_are_refused_are_those_of_the_page():
+    source = inspect.getsource(check.check_reward_models)
     [refused] = re.findall(r"model_type in \((.*?)\)", source)
     [sentence] = re.findall(
         r"any classifier of transformers(.*?)\. ", " ".join(DOCS["ppo_sentiment"].split())

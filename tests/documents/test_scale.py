@@ -180,6 +180,97 @@ def grpo_0_5b(**changes):
     return dataclasses.replace(case, **dict(local_rollout_forward_batch_size=at_once) | changes)
 
 
+# ---- Sharding ----------------------------------------------------------------------------------------------
+
+ROWS = [
+    dict(size=size, gpus=gpus, has_reference=r) for size in ("1B", "7B") for gpus in (2, 8) for r in (0, 1)
+]
+
+
+@pytest.mark.parametrize("N", [2, 8])
+def test_the_bytes_per_parameter_of_each_sharding(N):
+    """Counted on a CPU, with two processes: ZeRO-2, FSDP2 and ZeRO-3 hold 10, 10 and 14 bytes between
+    updates, and 12, 12 and 14 after the backward pass. With FSDP2 and ZeRO-3, 4 of them are the whole policy.
+    """
+    between = {"ddp": 16, "zero2": 4 + 12 / N, "fsdp2": 4 + 12 / N, "zero3": 4 + 20 / N}
+    update = {"ddp": 16, "zero2": 4 + 16 / N, "fsdp2": 4 + 16 / N, "zero3": 4 + 20 / N}
+    accumulated = update | {"zero2": 4 + 20 / N, "fsdp2": 8 + 12 / N}
+    for sharding in scale.SHARDINGS:
+        case = scale.sharding_case("7B", N, sharding, False)
+        parameters, always = case.model.parameters, scale.memory(case)["always"]
+        assert sum(always.values()) - always.get("bucket", 0) == pytest.approx(between[sharding] * parameters)
+        for expected, steps in ((update, 1), (accumulated, 4)):
+            case = dataclasses.replace(case, gradient_accumulation_steps=steps)
+            *states, buffers = scale.held_in_update(case).values()
+            assert sum(states) == pytest.approx(expected[sharding] * parameters)
+            assert buffers == {"ddp": 0, "zero2": 4e9, "fsdp2": scale.gathered(case), "zero3": 8e9}[sharding]
+
+
+def test_one_process_frees_its_gradients_and_several_with_ddp_do_not():
+    one, two = (scale.sharding_case("1B", gpus, "ddp", False) for gpus in (1, 2))
+    assert scale.peaks(one)["update"] == scale.peaks(two)["update"]
+    gradients = scale.FP32 * one.model.parameters
+    assert scale.peak_of_rollout(two) - scale.peak_of_rollout(one) == pytest.approx(gradients)
+    for setting in scale.SETTINGS:  # a row of the table is for both if there are adapters only
+        for size in scale.SIZES if "lora_r" in setting else ():
+            texts = {scale.fit_text(scale.table_case(size, gpus=gpus, **setting)) for gpus in (1, 8)}
+            assert len(texts) == 1
+
+
+def test_the_rest_of_memory_does_not_depend_on_the_sharding():
+    for row in ROWS:
+        phases = [scale.memory(scale.sharding_case(sharding=sharding, **row)) for sharding in scale.SHARDINGS]
+        for phase in ("prompts", "first token", "generation", "scoring"):
+            assert all(p[phase] == phases[0][phase] for p in phases)
+        for phase, part in (
+            ("always", "reference"),
+            ("update", "activations"),
+            ("update", "logits, or keys and values"),
+        ):
+            assert len({p[phase][part] for p in phases}) == 1
+        assert (phases[0]["always"]["reference"] > 0) == row["has_reference"]
+
+
+def percent_more(size, sharding, **changes):
+    """How much more memory than ZeRO-2 this sharding needs. -> smallest and largest percentage in ROWS"""
+    found = []
+    for row in ROWS:
+        if row["size"] == size and row["gpus"] == changes.get("gpus", row["gpus"]):
+            cases = [scale.sharding_case(**row | changes | dict(sharding=s)) for s in (sharding, "zero2")]
+            theirs, zero2 = [max(scale.peaks(x)["update"], scale.peak_of_rollout(x)) for x in cases]
+            found.append(100 * (theirs / zero2 - 1))
+    return min(found), max(found)
+
+
+def test_what_the_page_says_about_fsdp2_and_zero3(monkeypatch):
+    text, GB = " ".join(PAGE.split()), scale.GB
+    low, high = percent_more("7B", "fsdp2")
+    assert f"FSDP2 needs {low:.0f} to {high:.0f} % more than ZeRO-2" in text
+    low, high = percent_more("7B", "fsdp2", gpus=8, gradient_accumulation_steps=4)
+    assert f"({low:.0f} to {high:.0f} % on 8 GPUs with 4 accumulated passes)" in text
+    low, high = percent_more("7B", "zero3")
+    assert f"and ZeRO-3 {low:.0f} to {high:.0f} % more." in text
+    low, high = percent_more("1B", "fsdp2")
+    assert f"FSDP2 needs {-high:.0f} to {-low:.0f} % less" in text
+
+    def sft(sharding, **changes):
+        case = scale.Case(scale.MODELS["llama-7b"], algorithm="sft", gpus=8, sharding=sharding, **changes)
+        assert case.per_device_train_batch_size == 4 and case.length == 1024
+        return f"{scale.peak(case) / GB:.0f} GB"
+
+    checked = [sft(sharding, gradient_checkpointing=True) for sharding in ("zero2", "fsdp2")]
+    assert (
+        "sft.py needs {} with ZeRO-2 and `--gradient-checkpointing`, and needed {}".format(*checked) in text
+    )
+    assert "without checkpointing {} and {}".format(sft("zero2"), sft("fsdp2")) in text
+
+    before = scale.peak(scale.sharding_case("1B", 8, "zero2", False))
+    monkeypatch.setattr(scale, "DEEPSPEED_BUCKET", 50_000_000)
+    after = scale.peak(scale.sharding_case("1B", 8, "zero2", False))
+    assert f"would need {(before - after) / GB:.1f} GB less, and less than FSDP2 in every row" in text
+    assert percent_more("1B", "fsdp2")[0] > 0 and percent_more("7B", "fsdp2")[0] > 0
+
+
 # ---- The page ----------------------------------------------------------------------------------------------
 
 

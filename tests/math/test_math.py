@@ -15,9 +15,6 @@ import ppo_sentiment as ppo
 import reward_model as reward
 import rloo_tldr as rloo
 
-weighted_sum = ppo.weighted_sum
-
-
 MASK = torch.arange(5) < torch.tensor([3, 1, 5, 4])[:, None]  # responses of 3, 1, 5 and 4 tokens
 REWARDS, VALUES = (torch.where(MASK, 2 * normal(4, 5, seed=seed), NAN) for seed in (1, 2))
 
@@ -31,18 +28,6 @@ def test_response_lengths():
     close(ppo.response_lengths(tokens, -1), [4] * 4)  # there is no stop token
     close(ppo.response_lengths(tokens, torch.tensor([2, 0])), [2, 1, 2, 2])  # either one
     close(ppo.response_lengths(tokens, torch.tensor([], dtype=torch.long)), [4] * 4)
-
-
-# ---- Sums of rewards ---------------------------------------------------------------------------------------
-
-
-def test_weighted_sum():
-    """Weights go by position, and a reward that does not apply (nan) counts as 0."""
-    rewards = {"b": torch.tensor([1.0, 2.0, NAN, NAN]), "a": torch.tensor([10.0, NAN, -30.0, NAN])}
-    close(weighted_sum(rewards), [11.0, 2.0, -30.0, 0.0])
-    close(weighted_sum(rewards, [2.0, -0.5]), [-3.0, 4.0, 15.0, 0.0])
-    close(weighted_sum(rewards, [0.0, 1.0]), [10.0, 0.0, -30.0, 0.0])
-    close(weighted_sum({"a": torch.tensor([1.5])}, [2.0]), [3.0])
 
 
 # ---- KL ----------------------------------------------------------------------------------------------------

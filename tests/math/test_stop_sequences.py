@@ -11,8 +11,10 @@ from conftest import byte_level_tokenizer
 from math_tools import left_padded, random_ids
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import check
 import ppo_dialog as dialog
 
+pytest_plugins = ["run_fixtures"]
 EOU = " <EOU>"
 METASPACE_MARK = " -AN END-"  # of letters that the tokenizer of metaspace_lm knows
 
@@ -81,11 +83,11 @@ def test_eos_ends_an_answer_too(tokenizer, end):
     assert length_of(tokenizer, mark_ids[:-1], flag) is None
 
 
-def test_a_mark_that_cannot_be_written_is_refused(metaspace_lm):
+def test_a_mark_that_cannot_be_written_is_refused(small, metaspace_lm):
     """It would never be found, and no answer would end."""
-    tokenizer = AutoTokenizer.from_pretrained(metaspace_lm)
-    with pytest.raises(dialog.UserError, match="cannot write"):
-        dialog.load_end_criteria(dialog.Args(utterance_end=" ⟂"), tokenizer)
+    args = small("ppo_dialog", model_name_or_path=metaspace_lm, utterance_end=" ⟂")
+    [error] = check.errors(dialog, args)
+    assert "--utterance-end '⟂'" in error and "cannot write it" in error
 
 
 # ---- Generation --------------------------------------------------------------------------------------------

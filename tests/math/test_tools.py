@@ -660,22 +660,14 @@ def test_what_reset_returns_is_not_dropped(counter):
         make_tools(dict(start=4, cards=["the first card"]))
 
 
-def test_the_name_of_the_environments_reward_is_taken(counter, tmp_path):
-    """A function with this name would be replaced by get_reward()."""
-    (tmp_path / "own.py").write_text("def environment(completions, **columns):\n    return []\n")
-    args = script.replace(counter, reward_fn=[f"{tmp_path}/own.py:environment"])
-    with pytest.raises(script.UserError, match="--reward-fn: the name environment"):
-        script.load_reward(args, None, torch.device("cpu"))
-
-
 def test_a_text_is_a_message_of_the_user(parts, tmp_path):
     """The chat template writes the tools into the prompt, and the header of the first turn."""
     rows = [dict(prompt=row["prompt"][0]["content"]) for row in TASKS]
     args = script.replace(ARGS, dataset_name=write_rows(tmp_path / "texts", train=rows, test=rows))
-    train, held_out, _ = script.load_prompts(args, parts.tokenizer)
+    train, held_out = script.load_prompts(args, parts.tokenizer)
     right = [example["ids"] for example in parts.batch["examples"]]
     assert [task["ids"] for task in train] == right
-    assert sorted(task["ids"] for task in held_out["held-out"]) == sorted(right)
+    assert sorted(task["ids"] for task in held_out) == sorted(right)
 
 
 def test_each_trajectory_has_its_own_environment(parts, counter, monkeypatch):

@@ -1,4 +1,4 @@
-"""The verb chat of ppo_dialog.py: what it shows, remembers and takes as flags."""
+"""chat.py: what it shows, remembers and takes as flags."""
 
 import re
 
@@ -6,6 +6,8 @@ import pytest
 from conftest import ROOT
 from run_tools import spy, write_rows
 from transformers import AutoTokenizer
+
+import chat as chat_script
 
 pytest_plugins = ["run_fixtures"]
 SCRIPT = "ppo_dialog"
@@ -20,6 +22,7 @@ def chat(script, monkeypatch, capsys):
 
     A line may also be an exception, which input() then raises.
     """
+    monkeypatch.setattr(chat_script, "ppo_dialog", script)
     monkeypatch.setattr(script, "check_model", lambda *_: None)  # it generates, too
 
     def run(argv, *lines):
@@ -33,7 +36,7 @@ def chat(script, monkeypatch, capsys):
             return line
 
         monkeypatch.setattr("builtins.input", fake_input)
-        script.main(["chat", *argv])
+        chat_script.main(argv)
         return re.findall("> Bot: (.*)\n", capsys.readouterr().out), calls
 
     return run

@@ -13,6 +13,9 @@ from conftest import ACTS, RL
 from device_check import CPU, GPU, DeviceMistake, pretended_gpu, tag_of
 from run_tools import assert_same_run, eos_prone, reward_file, stop_after
 
+import chat
+import judge
+
 pytest_plugins = ["run_fixtures"]
 ON_GPU = "import torch\nreturn torch.tensor([float(len(text)) for text in completions], device='cuda')"
 ARRAY = "import numpy\nreturn numpy.array([len(text) % 5 for text in completions])"
@@ -76,7 +79,7 @@ RUNS = {  # script: about the run -> flags from `world` and a folder
         model_name_or_path=w.lm("bloom"),
         num_shared_layers=1,
         reward_fn=reward_file(folder, ON_GPU),
-        judge_fn=reward_file(folder, ARRAY, "judge")[0],
+        judge_fn=reward_file(folder, ARRAY, "taste")[0],
     ),
     "grpo_math: LoRA, bf16, no reference": lambda w, folder: (
         LORA | dict(model_name_or_path=w.lm("qwen2"), kl_coef=0.0, hard_dataset_name=w.tasks)
@@ -117,27 +120,19 @@ def test_8_bit(scripts, small, flags):
     assert {tag_of(p) for p in model.parameters()} == {GPU}
 
 
-def test_an_adapter_as_policy(scripts, small):
-    """peft reads an adapter onto the GPU if there is one, though its base model is still on the CPU."""
-    lora = dict(lora_r=4, total_episodes=8)
-    adapter = train(scripts["grpo_math"], small("grpo_math", "first", **lora)) / "adapter"
-    train(scripts["rloo_tldr"], small("rloo_tldr", "second", sft_model_path=str(adapter), **lora))
-
-
-def test_the_verbs(scripts, monkeypatch, capsys, world, tmp_path):
-    """judge and chat use the GPU."""
-    module = scripts["rloo_tldr"]
+def test_judge_and_chat(scripts, monkeypatch, capsys, world):
+    """judge.py and chat.py use the GPU."""
     flags = f"--model-name-or-path {world.lm()} --dataset-name {world.posts} --num-eval-prompts 3"
     flags += f" --max-prompt-length 200 --response-length 9 --judge-model {world.preference_model()}"
     with pretended_gpu() as check:
-        result = module.judge_policy(module.parse_args(flags.split()))
+        result = judge.judge_policy(scripts["rloo_tldr"].parse_args(flags.split()))
     assert_clean(check)
     assert 0 <= result["win rate"] <= 1
 
     lines = iter(["Hello, who are you?", "reset", "And you?", "quit"])
     monkeypatch.setattr("builtins.input", lambda question: next(lines))
     with pretended_gpu() as check:
-        scripts["ppo_dialog"].chat([world.lm(), "--response-length", "5"])
+        chat.main([world.lm(), "--response-length", "5"])
     assert check.mistakes == [] and check.operators[GPU] > 100
     assert "forgotten" in capsys.readouterr().out
 

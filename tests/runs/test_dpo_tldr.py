@@ -36,9 +36,9 @@ def texts_of(pair, tokenizer):
 
 
 def load(script, tokenizer, *rows, **flags):
-    """load_pairs. -> the pairs as texts, counts"""
-    pairs, counts = script.load_pairs(list(rows), tokenizer, script.Args(**flags))
-    return [texts_of(pair, tokenizer) for pair in pairs], counts
+    """load_pairs. -> the pairs as texts"""
+    pairs = script.load_pairs(list(rows), tokenizer, script.Args(**flags))
+    return [texts_of(pair, tokenizer) for pair in pairs]
 
 
 def said(*texts):
@@ -52,10 +52,8 @@ def said(*texts):
 def test_texts(script, tokenizer):
     """Prompt, response, EOS. The tokens of the prompt are those that a rollout reads."""
     row = dict(prompt="How? TL;DR:", chosen=" So.", rejected=" Not so.")
-    pairs, counts = load(script, tokenizer, row)
-    assert pairs == [["How? TL;DR:", " So.<|endoftext|>", " Not so.<|endoftext|>"]]
-    assert counts.startswith("1 of 1 rows; left out: 0 ")
-    [pair], _ = script.load_pairs([row], tokenizer, script.Args())
+    assert load(script, tokenizer, row) == [["How? TL;DR:", " So.<|endoftext|>", " Not so.<|endoftext|>"]]
+    [pair] = script.load_pairs([row], tokenizer, script.Args())
     assert pair["ids"] == tokenizer("How? TL;DR:").input_ids
     assert pair["responses"][0][:-1] == tokenizer(" So.", add_special_tokens=False).input_ids
 
@@ -63,15 +61,15 @@ def test_texts(script, tokenizer):
 def test_a_ranking(script, tokenizer):
     """The best one against the worst one. chosen and rejected come first: responses may be in any order."""
     row = dict(prompt="P:", responses=[" a", " b", " c"])
-    [pair], _ = load(script, tokenizer, row)
+    [pair] = load(script, tokenizer, row)
     assert pair == ["P:", " a<|endoftext|>", " c<|endoftext|>"]
-    [pair], _ = load(script, tokenizer, row | dict(chosen=" b", rejected=" a"))
+    [pair] = load(script, tokenizer, row | dict(chosen=" b", rejected=" a"))
     assert pair == ["P:", " b<|endoftext|>", " a<|endoftext|>"]
 
 
 def test_a_prompt_that_both_texts_contain(script, tokenizer):
     row = dict(chosen="Hello.\n\nMe: yes, so", rejected="Hello.\n\nMe: no")
-    [pair], _ = load(script, tokenizer, row)
+    [pair] = load(script, tokenizer, row)
     assert pair == ["Hello.\n\nMe:", " yes, so<|endoftext|>", " no<|endoftext|>"]
 
 
@@ -87,7 +85,7 @@ def test_chats(script, tokenizer, kind):
         row = dict(prompt="Hi.", chosen=answers[0], rejected=answers[1])
     else:
         row = dict(prompt="Hi.", chosen=said("Hi.") + answers[0], rejected=said("Hi.") + answers[1])
-    [pair], _ = load(script, tokenizer, row)
+    [pair] = load(script, tokenizer, row)
     # The prompt ends with the header of the answer, as in a rollout, though both answers begin with "Yes,".
     assert pair == ["<user>Hi.<end><assistant>", "Yes, so.<end>", "Yes, no.<end>"]
 
@@ -97,19 +95,12 @@ def test_a_chat_of_several_turns(script, tokenizer):
     turns = said("Hi.", "Hello.", "More?")[1:]
     answers = [said("", text)[1:] for text in ("Yes.", "No.")]
     row = dict(prompt="Hi.", chosen=turns + answers[0], rejected=turns + answers[1])
-    [pair], _ = load(script, tokenizer, row)
+    [pair] = load(script, tokenizer, row)
     prompt = "<user>Hi.<end><assistant>Hello.<end><user>More?<end><assistant>"
     assert pair == [prompt, "Yes.<end>", "No.<end>"]
 
 
-def test_references_that_never_end(dpo, script, monkeypatch):
-    """As chats whose template ends a turn with a token that is none of the model's ends."""
-    monkeypatch.setattr(script, "end_tokens", lambda *inputs: torch.tensor([-1]))
-    with pytest.raises(script.UserError, match="no reference contains a token that ends a response"):
-        dpo()
-
-
-def test_rows_that_are_left_out_are_counted(script, tokenizer):
+def test_rows_that_are_left_out_are_counted(script, tokenizer, capsys):
     """Equal responses, missing ones, no prompt at all, and texts that are too long by one token."""
     good = dict(prompt="P:", chosen=" a b", rejected=" b")
     longest = len(tokenizer("P: a b").input_ids) + 1
@@ -118,17 +109,12 @@ def test_rows_that_are_left_out_are_counted(script, tokenizer):
     rows += [dict(prompt="P:", responses="ab"), dict(prompt="P:", chosen="", rejected=" b")]
     rows += [good | dict(rejected=" "), dict(prompt="P:", responses=[" a", "\n"])]  # whitespace is no text
     rows += [good | dict(chosen=" a b b"), good | dict(rejected=" a b b")]
-    pairs, counts = load(script, tokenizer, *rows, max_length=longest)
+    pairs = load(script, tokenizer, *rows, max_length=longest)
     assert pairs == [["P:", " a b<|endoftext|>", " b<|endoftext|>"]]
-    assert counts == (
+    assert capsys.readouterr().out == (
         "1 of 12 rows; left out: 8 with an empty prompt or response, 1 with equal ones, "
-        f"2 of more than {longest} tokens"
+        f"2 of more than {longest} tokens\n"
     )
-
-
-def test_no_rows(script, tokenizer):
-    with pytest.raises(script.UserError, match="no row has two different responses.*columns are none"):
-        load(script, tokenizer)
 
 
 def test_posts_of_the_evaluation(script, tokenizer, tmp_path, capsys):
@@ -140,10 +126,8 @@ def test_posts_of_the_evaluation(script, tokenizer, tmp_path, capsys):
     args = script.Args(eval_dataset_name=data, max_length=300)
     [post] = script.load_eval_posts([], tokenizer, args)
     assert texts_of(post, tokenizer) == ["P:", " a<|endoftext|>"]
-    assert "1 of 5 rows, with a prompt, a completion and at most 300 tokens" in capsys.readouterr().out
-    with pytest.raises(script.UserError, match="has no row with a prompt, a completion and at most 2 tokens"):
-        script.load_eval_posts([], tokenizer, script.Args(eval_dataset_name=data, max_length=2))
-    pairs, _ = script.load_pairs([dict(prompt="Q:", chosen=" c", rejected=" d")], tokenizer, args)
+    assert "1 of 5 rows have a prompt, a completion and at most 300 tokens" in capsys.readouterr().out
+    pairs = script.load_pairs([dict(prompt="Q:", chosen=" c", rejected=" d")], tokenizer, args)
     [post] = script.load_eval_posts(pairs, tokenizer, script.Args())
     assert texts_of(post, tokenizer) == ["Q:", " c<|endoftext|>"]
 
@@ -218,8 +202,8 @@ def words(prompts, completions, **columns):
 
 @pytest.fixture
 def judge(tmp_path):
-    (tmp_path / "judge.py").write_text(JUDGE)
-    return f"{tmp_path}/judge.py:words"
+    (tmp_path / "good_words.py").write_text(JUDGE)
+    return f"{tmp_path}/good_words.py:words"
 
 
 def test_the_evaluation_by_hand(script, small, tiny_lm, tmp_path, judge):
@@ -298,7 +282,7 @@ def test_what_the_judge_reads(script, small, tiny_lm, monkeypatch):
 
 
 def test_the_policies_that_are_compared(dpo, script, monkeypatch, tiny_lm):
-    """Before: the start with itself, so the KL is 0. After: what was trained, with the start."""
+    """Before: the start with itself, so the KL is 0. After: what was trained, with the start, loaded anew."""
     evaluate_samples, references = script.evaluate_samples, []
 
     def recorded(*inputs, ref_model):
@@ -309,9 +293,11 @@ def test_the_policies_that_are_compared(dpo, script, monkeypatch, tiny_lm):
     calls = spy(monkeypatch, script, "evaluate_samples")
     model, folder, _ = dpo()
     (before, _), (after, _) = calls
-    assert references[0] is before[0] and after[0] is before[0] is model.policy
+    assert after[0] is before[0] is model.policy
     start = weights(tiny_lm())
-    assert all(torch.equal(references[1].state_dict()[name], x) for name, x in start.items())
+    for reference in references:
+        assert reference is not model.policy
+        assert all(torch.equal(reference.state_dict()[name], x) for name, x in start.items())
     assert distance(weights(folder / "model"), start) > 1e-3
     evaluation = evaluation_of(folder)
     assert abs(evaluation["before"]["KL, nats per response"]) < 1e-4
@@ -349,37 +335,29 @@ def test_without_a_judge_and_without_other_posts(dpo):
 
 def test_a_judge_that_forgets_a_response(dpo, script, tmp_path):
     [judge_fn] = reward_file(tmp_path, "return [1.0] * (len(completions) - 1)")
-    with pytest.raises(script.UserError, match="3 numbers for 4 responses"):
+    with pytest.raises(script.UserError, match="must return a finite number per response"):
         dpo(judge_fn=judge_fn)
 
 
-def test_a_model_with_other_probabilities_is_refused(script, small, tiny_lm, tmp_path):
+def test_a_model_with_other_probabilities_is_refused(script, tiny_lm):
     """Its own logits are divided by 2, which ours are not."""
     model = script.load_model(AutoModelForCausalLM, tiny_lm())
-    pairs, _ = script.load_pairs(
-        rows_of(small("dpo_tldr").dataset_name, "train.jsonl"),
-        AutoTokenizer.from_pretrained(tiny_lm()),
-        small("dpo_tldr"),
-    )
-    script.check_model(model, pairs, pairs, small("dpo_tldr"))
+    script.check_model(model, 30)
     model.lm_head.register_forward_hook(lambda module, inputs, logits: logits / 2)
-    with pytest.raises(script.UserError, match="its own log-probabilities differ"):
-        script.check_model(model, pairs, pairs, small("dpo_tldr"))
+    with pytest.raises(script.UserError, match="its log-probabilities differ"):
+        script.check_model(model, 30)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_forward_pass_is_checked(script, small, tiny_lm, monkeypatch, checkpointing):
+def test_the_forward_pass_is_checked(script, small, monkeypatch, checkpointing):
     """With gradient checkpointing, it reads whole rows; otherwise it uses a cache."""
-    args = small("dpo_tldr", gradient_checkpointing=checkpointing)
-    rows = rows_of(args.dataset_name, "train.jsonl")
-    pairs, _ = script.load_pairs(rows, AutoTokenizer.from_pretrained(tiny_lm()), args)
-    model = script.load_lm(args)
-    script.check_model(model, pairs, pairs, args)
+    model = script.load_lm(small("dpo_tldr", gradient_checkpointing=checkpointing))
+    script.check_model(model, 30)
     hidden_states = script.hidden_states
 
     def scaled(body, ids, mask, cache=None):
         return hidden_states(body, ids, mask, cache) * (2 if (cache is None) == checkpointing else 1)
 
     monkeypatch.setattr(script, "hidden_states", scaled)
-    with pytest.raises(script.UserError, match="its own log-probabilities differ"):
-        script.check_model(model, pairs, pairs, args)
+    with pytest.raises(script.UserError, match="its log-probabilities differ"):
+        script.check_model(model, 30)

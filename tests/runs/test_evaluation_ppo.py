@@ -70,7 +70,6 @@ def record(script, args, rollout, generate):
     with handlers_kept(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(script.PolicyAndValue, "forward", recorded_forward)
         patch.setattr(script, generate, generate_with_a_gap)
-        patch.setattr(script, "compare_logprobs", lambda *inputs: None)  # it would refuse the gap
         calls = spy(patch, script, rollout)
         _, folder = script.train(args)
     rollouts = [read_rollout(*call) for call in calls]
@@ -198,7 +197,7 @@ def dialogs_run(scripts, tiny_intents, tmp_path_factory):
         missing_eos_penalty=0.25,
         score_clip=0.9,
         whiten_rewards=True,
-        seed=6,
+        seed=2,
         **FLAGS,
     )
     run = record(scripts["ppo_dialog"], args, "rollout", "generate")
@@ -283,7 +282,7 @@ def replay(run):
     for p in head.parameters():
         torch.nn.init.zeros_(p)
     parameters = [*policy.parameters(), *head.parameters()]
-    kl_coef, micro_batches, history, samples = 0.3, iter(run.micro_batches), [], []
+    kl_coef, micro_batches, history, samples, margins = 0.3, iter(run.micro_batches), [], [], []
     policies = [{name: p.clone() for name, p in policy.state_dict().items()}]
     for update, rate in zip(run.updates, RATES):
         texts, lengths = update.texts, update.lengths
@@ -332,6 +331,9 @@ def replay(run):
                 squares = (values - returns[i]) ** 2, (near - returns[i]) ** 2
                 value_loss = 0.5 * torch.max(*squares)
                 loss = loss + (policy_loss + 0.5 * value_loss).sum() / num_tokens
+                margins += ((ratio - 1).abs() - 0.05).tolist()
+                margins += ((values - old_values[i]).abs() - 0.03).tolist()
+                margins += ((values + near) / 2 - returns[i])[near != values].tolist()
                 seen["loss/policy_avg"] += policy_loss.tolist()
                 seen["loss/value_avg"] += value_loss.tolist()
                 seen["policy/entropy_avg"] += (-(logp.exp() * logp).sum(1)).tolist()
@@ -371,7 +373,13 @@ def replay(run):
         policies.append({name: p.clone() for name, p in policy.state_dict().items()})
         kl_coef *= 1 + min(max(kl_per_response / 4 - 1, -0.2), 0.2) * B / 60
     assert next(micro_batches, None) is None
-    return SimpleNamespace(metrics=history, policies=policies, head=head.state_dict(), samples=samples)
+    return SimpleNamespace(
+        metrics=history,
+        policies=policies,
+        head=head.state_dict(),
+        samples=samples,
+        margin=min(map(abs, margins)),  # how near a token came to a limit at which clipping begins
+    )
 
 
 def ended(run, ids):
@@ -394,6 +402,12 @@ def test_the_runs_are_not_symmetric(run):
     for row in run.rows:
         assert 0 < row["policy/clipfrac_avg"] < 1 and 0 < row["val/clipfrac_avg"] < 1
     assert len({row["objective/kl_coef"] for row in run.rows}) == 4
+
+
+def test_rounding_does_not_decide_what_is_clipped(run):
+    """A clipped token has no gradient. Processors round differently, by up to about 1e-5 in these runs: if a
+    ratio or a value came that near to its limit, tests below could fail (then choose another seed)."""
+    assert run.replay.margin > 5e-5
 
 
 def test_every_metric_of_every_update(run):
@@ -508,9 +522,9 @@ def test_which_answers_train_and_which_are_evaluated(dialogs_run):
     for split, dialogs in DIALOGS.items():
         turns[split] = [(texts[:t], texts[t]) for texts, _ in dialogs for t in range(1, len(texts))]
     trained = [turn for update in run.updates for turn in update.batch["turns"]]
-    expected = [turns["train"][i] for i in run.script.stream_rows(8, 0, 32, 6).tolist()]
+    expected = [turns["train"][i] for i in run.script.stream_rows(8, 0, 32, run.args.seed).tolist()]
     assert [(turn.context, turn.reference) for turn in trained] == expected
-    order = run.script.stream_rows(6, 0, 5, 6).tolist()
+    order = run.script.stream_rows(6, 0, 5, run.args.seed).tolist()
     assert order != sorted(order)
     expected = [turns["test"][i] for i in order]
     for rollout in (run.rollouts[0], run.rollouts[-1]):
@@ -660,9 +674,6 @@ def test_which_stop_tokens(script):
     assert found(7, stop_token=None) == [-1]  # the id of no token
     assert found(7, stop_token_id=[0]) == [0]
     assert found(7, stop_token_id=[4, 2], stop_token=None) == [4, 2]
-    for no_token in ([-1], [3, 10], []):
-        with pytest.raises(script.UserError, match="the model has no such token"):
-            found(7, stop_token_id=no_token)
 
 
 @pytest.mark.parametrize("name", ["ppo_sentiment", "rloo_tldr", "grpo_math"])

@@ -128,7 +128,7 @@ def trained(scripts, world, tiny_lm, tmp_path_factory):
             dataset_name=run.data,
             model_name_or_path=run.lm,
             reward_fn=reward_file(folder, CALLS.format(score=REWARD.strip())),
-            judge_fn=reward_file(folder, CALLS.format(score=JUDGE.strip()), "judge")[0],
+            judge_fn=reward_file(folder, CALLS.format(score=JUDGE.strip()), "verdicts")[0],
         )
         args = maker(scripts, world, folder)("rloo_tldr", **(places | FLAGS | changes))
         with pytest.MonkeyPatch.context() as patch, handlers_kept():

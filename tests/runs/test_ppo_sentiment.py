@@ -184,7 +184,7 @@ def test_reference_in_8_bit(ppo, script, small):
 
 
 def test_lora_on_a_base_in_8_bit(ppo, script, small):
-    """The base is in int8 and does not change. model/ is the adapter, which loads on the fp32 base."""
+    """The base is in int8 and does not change. model/ is the adapter, which plain transformers loads."""
     flags = dict(load_in_8bit=True, **LORA)
     start = build(script, small("ppo_sentiment", **flags))[0].policy.get_base_model().state_dict()
     model, folder, metrics = ppo(total_episodes=16, **flags)
@@ -194,7 +194,7 @@ def test_lora_on_a_base_in_8_bit(ppo, script, small):
     assert all(x.abs().max() > 0 for name, x in base.items() if "lora_B" in name)
     assert metrics[0]["objective/kl"] == 0 and metrics[1]["objective/kl"] != 0
     assert (folder / "model/adapter_config.json").exists()
-    loaded = script.load_model(AutoModelForCausalLM, folder / "model").eval()
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).eval()
     ids = random_inputs()[0]
     with torch.no_grad():
         trained = model.policy.eval()(ids).logits.log_softmax(-1)
@@ -339,6 +339,28 @@ def test_the_pad_token_does_not_matter(ppo, tiny_lm, tmp_path, pad):
 
 
 # ---- Rewards and optimizer steps ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "reward_weights, expected",
+    [(None, [11, 2, -30, 0]), ([2, -0.5], [-3, 4, 15, 0]), ([0, 1], [10, 0, -30, 0])],
+)
+def test_the_score_is_a_weighted_sum(script, small, tiny_lm, reward_weights, expected):
+    """Weights go by position, and are 1 if none are given. A reward that does not apply (nan) counts as 0."""
+    args = small("ppo_sentiment", reward_weights=reward_weights, response_length=3)
+    model, reference = build(script, args)
+    tokenizer = script.load_tokenizer(tiny_lm())
+    reviews = script.load_prompts([dict(text=f"{i} films are good") for i in range(4)], tokenizer, args)
+    rewards = {
+        "b": torch.tensor([1, 2, math.nan, math.nan]),
+        "a": torch.tensor([10, math.nan, -30, math.nan]),
+    }
+    batch = script.draw_batch(reviews, 0, 4, args, 1)
+    stop_ids = torch.tensor([tokenizer.eos_token_id])
+    b, _, _ = script.rollout(model, reference, tokenizer, stop_ids, lambda *_: rewards, batch, args)
+    assert b["raw_scores"].tolist() == expected
+    for name, x in rewards.items():
+        torch.testing.assert_close(b[f"rewards/{name}"], x, equal_nan=True)
 
 
 def test_whiten_rewards(ppo, script, monkeypatch):

@@ -17,7 +17,6 @@ from run_tools import (
     SIX_UPDATES,
     assert_same_run,
     distance,
-    flags_of,
     guesses,
     reward_file,
     rows_of,
@@ -29,6 +28,7 @@ from run_tools import (
 
 pytest_plugins = ["run_fixtures"]
 SCRIPT = "ppo_sentiment"
+signal.signal(signal.SIGINT, signal.default_int_handler)  # runs ignore it if they start in the background
 
 
 def resume(module, folder, *flags):
@@ -70,11 +70,9 @@ def test_a_signal_makes_no_tensor(script, small, monkeypatch):
     args = small(SCRIPT)
     run = script.Run(args, script.start_accelerator(args), 1, {})
     run.start(8)
-    handler = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch:
         patch.setattr(script.torch, "tensor", None)
-        run.on_signal(signal.SIGTERM, None)
-    signal.signal(signal.SIGTERM, handler)
+        signal.raise_signal(signal.SIGTERM)
     assert run.got_signal
 
 
@@ -82,84 +80,107 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_the_exit_code_names_the_signal(script, small, monkeypatch, number):
-    """It is 128 + the signal's number, and there is a checkpoint."""
+def test_every_signal_saves(script, small, monkeypatch, number):
+    """Ctrl-C, kill, and a terminal that is closed: the exit code is the same, and there is a checkpoint. The
+    same signal again would stop at once, but a terminal that is closed sends its own more than once."""
     args = small("ppo_sentiment", total_episodes=24, save_every=0)
     stop_after(monkeypatch, script, 2, number)
     with pytest.raises(SystemExit) as end:
         script.train(args)
-    assert end.value.code == 128 + number
+    assert end.value.code == 143
     assert (Path(args.output_dir) / "checkpoints/000002/state.json").exists()
+    assert signal.getsignal(number) == (signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
 
 
-@pytest.mark.parametrize("number", SIGNALS)
 @pytest.mark.parametrize("name", ["ppo_sentiment", "sft"])
-def test_a_signal_before_training(scripts, small, monkeypatch, capsys, tmp_path, name, number):
-    """There is nothing to save: one line, and no run folder."""
+def test_a_signal_before_training(scripts, small, monkeypatch, tmp_path, name):
+    """There is nothing to save: it ends the process at once, as it would without us."""
     module = scripts[name]
-    monkeypatch.setattr(module, "make_learner", lambda *inputs: signal.raise_signal(number))
-    with pytest.raises(SystemExit) as end:
-        module.main(flags_of(small(name)))
-    assert end.value.code == 128 + number
-    line = f"{name}.py: stopped by {signal.Signals(number).name} before training\n"
-    assert capsys.readouterr().err == line
-    assert not (tmp_path / "run").exists()
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    make_learner = module.make_learner
+
+    def with_handlers_noted(*inputs):
+        assert {number: signal.getsignal(number) for number in SIGNALS} == handlers
+        assert not (tmp_path / "run").exists()
+        return make_learner(*inputs)
+
+    monkeypatch.setattr(module, "make_learner", with_handlers_noted)
+    module.train(small(name))
+    assert handlers.keys() == {x for x in handlers if signal.getsignal(x) != handlers[x]}
 
 
-def test_a_terminal_that_is_closed_may_say_so_twice(script, small):
+def test_a_terminal_that_is_closed_may_say_so_twice(script, small, monkeypatch):
     """bash sends SIGHUP to its jobs; when it ends, the kernel sends it again. nohup ignores it."""
-    args = small(SCRIPT)
-    run = script.Run(args, script.start_accelerator(args), 1, {})
-    run.start(8)
-    signal.raise_signal(signal.SIGHUP)
-    assert run.got_signal == signal.SIGHUP
-    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # from now on, and before, after nohup
-    run = script.Run(args, script.start_accelerator(args), 1, {})
-    signal.raise_signal(signal.SIGHUP)
-    assert run.got_signal is None
+    args = small(SCRIPT, total_episodes=24, save_every=0)
+    stop_after(monkeypatch, script, 2, signal.SIGHUP)
+    stop_after(monkeypatch, script, 2, signal.SIGHUP)
+    with pytest.raises(SystemExit) as end:
+        script.train(args)
+    assert end.value.code == 143 and len(rows_of(args.output_dir)) == 2
+
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    _, folder = script.train(replace(args, output_dir=args.output_dir + "-nohup"))
+    assert len(rows_of(folder)) == 3
 
 
-LOUD = """print("é€" * 50_000)
-if trainer_state.global_step == 1 and len(prompts) == 8:
-    os.kill(os.getpid(), int(os.environ["NUMBER"]))
-return [float(len(text)) for text in completions]""".replace("trainer_state", "columns['trainer_state']")
+WAITS = """import signal, time
+if columns["trainer_state"].global_step == 1 and len(prompts) == 8:
+    open("waits", "w").close()
+    while not os.path.exists("closed"):
+        time.sleep(0.01)
+    signal.raise_signal(int(os.environ["NUMBER"]))
+return [float(len(text)) for text in completions]"""
+
+
+def wait_for_update_2(process, folder):
+    """Return when the process is in its second update, where it waits for a file with the name closed."""
+    while not (folder / "waits").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
 
 
 def test_output_that_nobody_reads(small, tmp_path):
-    """`| tee log` is stopped first, by the same Ctrl-C. The run still saves, whatever its functions print."""
-    args = small("ppo_sentiment", total_episodes=24, save_every=0, reward_fn=reward_file(tmp_path, LOUD))
-    words = script_words("ppo_sentiment", args)
-    process = start_process(words, tmp_path, NUMBER=str(int(signal.SIGINT)), PYTHONIOENCODING="latin-1")
+    """`| tee log` is stopped first, by the same Ctrl-C. The run still saves."""
+    args = small("ppo_sentiment", total_episodes=24, save_every=0, reward_fn=reward_file(tmp_path, WAITS))
+    process = start_process(script_words("ppo_sentiment", args), tmp_path, NUMBER=str(int(signal.SIGINT)))
+    wait_for_update_2(process, tmp_path)
     process.stdout.close()
     process.stderr.close()
-    assert process.wait() == 130
+    (tmp_path / "closed").touch()
+    assert process.wait() != 0
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["000002"]
 
 
 def test_a_terminal_that_is_closed(small, tmp_path):
     """Its process gets SIGHUP, and all output fails. The run saves."""
-    args = small("ppo_sentiment", total_episodes=24, save_every=0, reward_fn=reward_file(tmp_path, LOUD))
+    args = small("ppo_sentiment", total_episodes=24, save_every=0, reward_fn=reward_file(tmp_path, WAITS))
     screen, terminal = os.openpty()
     words = script_words("ppo_sentiment", args)
     process = start_process(words, tmp_path, terminal, NUMBER=str(int(signal.SIGHUP)))
+    wait_for_update_2(process, tmp_path)
     os.close(terminal)
     os.close(screen)
-    assert process.wait() == 129
+    (tmp_path / "closed").touch()
+    assert process.wait() != 0
     assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["000002"]
 
 
 @pytest.mark.parametrize("name", ["ppo_sentiment", "sft"])
-def test_a_run_without_an_update_leaves_its_folder_free(scripts, small, monkeypatch, tmp_path, name):
-    """The corrected command can use it."""
+def test_a_run_that_fails_early(scripts, small, monkeypatch, name):
+    """Before the first update its folder stays free, so the corrected command can use it. In the first update
+    it can be resumed, or another folder is needed."""
     module = scripts[name]
+    with monkeypatch.context() as patch, pytest.raises(KeyError):
+        patch.setattr(module, "evaluate", lambda *inputs: {}["mine"])
+        module.train(small(name))
+    assert not Path(small(name).output_dir).exists()
     with monkeypatch.context() as patch, pytest.raises(KeyError):
         patch.setattr(module, "learning_rate", lambda *inputs: {}["mine"])
         module.train(small(name))
-    assert not (tmp_path / "run").exists()
-    _, folder = module.train(small(name, learning_rate=0.5e-2))
-    assert rows_of(folder)
     with pytest.raises(module.UserError, match="holds a run"):
         module.train(small(name))
+    _, whole = module.train(small(name, "whole"))
+    assert_same_run(whole, resume(module, small(name).output_dir))
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -279,7 +300,7 @@ def test_kill_in_an_evaluation(scripts, small, tmp_path, name):
 
 
 def test_only_the_checkpoints_of_the_run_count(script, small, monkeypatch, capsys):
-    """Copies under other names are neither read nor deleted, and a hidden file stops nothing."""
+    """Names that are no numbers are neither read nor deleted, and a hidden file stops nothing."""
     flags = dict(total_episodes=40, save_every=1, keep_checkpoints=1, num_sample_generations=0)
     _, whole = script.train(small(SCRIPT, "whole", **flags))
     args = small(SCRIPT, "parts", **flags)
@@ -287,7 +308,7 @@ def test_only_the_checkpoints_of_the_run_count(script, small, monkeypatch, capsy
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         stop_after(patch, script, 2)
         script.train(args)
-    copies = ["000001-keep", "000099", "20261127", "before-change"]
+    copies = ["000001-keep", "000099.old", "2026-11-27", "before-change"]
     for name in copies:
         shutil.copytree(folder / "000002", folder / name)
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
@@ -347,7 +368,7 @@ def test_flags_of_a_resumed_run(script, small):
     assert script.parse_args(resume_flags) == replace(args, resume=args.output_dir)
     changed = script.parse_args([*resume_flags, "--save_every", "7", "--learning-rate", "0.123"])
     assert changed == replace(args, resume=args.output_dir, save_every=7)
-    with pytest.raises(script.UserError, match="cannot change recipe: it is custom in that run"):
+    with pytest.raises(script.UserError, match="cannot change recipe: leave out"):
         script.parse_args(["tiny", *resume_flags])
     for flag, value in (("kl_coef", "0.5"), ("lora_alpha", "64"), ("output_dir", "elsewhere"), ("seed", "2")):
         with pytest.raises(script.UserError, match=f"cannot change {flag}: it is {getattr(args, flag)} in"):
@@ -358,12 +379,12 @@ def test_flags_of_a_resumed_run(script, small):
 
 
 def test_resume_of_another_edition(scripts, small, tmp_path):
-    """Its flags have other names, so the run cannot be the same. One line says so."""
+    """Its flags have other names, so the run cannot be the same."""
     saved = asdict(small("ppo_sentiment"))
     saved["date"] = saved.pop("save_every")
     (tmp_path / "args.json").write_text(json.dumps({"args": saved}))
     for name in ("ppo_sentiment", "ppo_dialog"):
-        with pytest.raises(scripts[name].UserError, match="another script, or of another version"):
+        with pytest.raises(TypeError, match="unexpected keyword argument"):
             scripts[name].parse_args(["--resume", str(tmp_path)])
 
 

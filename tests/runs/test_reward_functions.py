@@ -5,8 +5,8 @@ from statistics import fmean as mean
 
 import pytest
 import torch
-from conftest import GROUPS, PPO, RL, ROOT
-from run_tools import evaluation_of, reward_file, rows_of, spy, write_rows
+from conftest import GROUPS, RL, ROOT
+from run_tools import evaluation_of, rows_of, spy, write_rows
 from transformers import AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
@@ -166,17 +166,6 @@ def test_a_function_gets_the_columns_of_its_rows(recorded, bang_lm, tmp_path, na
         assert torch.cat(lengths).max() == 6  # --query-max-length counts BOS
 
 
-def test_a_file_named_like_a_module_is_refused(scripts, tmp_path):
-    """Of Python, of a library, or of another reward file: one name is one module in a process."""
-    script, folder = scripts["ppo_sentiment"], tmp_path / "mine"
-    folder.mkdir()
-    names = reward_file(tmp_path, "return [1.0]", "mine")
-    assert script.load_functions(names)["reward"].__code__.co_filename == str(tmp_path / "mine.py")
-    for name in ("json", "tyro", "mine"):
-        with pytest.raises(script.UserError, match=f"there is another module {name}"):
-            script.load_functions(reward_file(folder, "return [1.0]", name))
-
-
 # ---- Scores ------------------------------------------------------------------------------------------------
 
 
@@ -247,17 +236,6 @@ def test_the_judge_of_an_update_gets_what_the_reward_gets(recorded, tmp_path):
         assert judged[name] == rewarded[name]
     [row] = rows_of(folder)
     assert row["judge/scores"] == pytest.approx(mean([len(text) % 5 for text in judged["completions"]]))
-
-
-@pytest.mark.parametrize("name", [*RL, "grpo_tools"])
-def test_a_reward_that_cannot_teach_is_said(scripts, small, tmp_path, capsys, name):
-    """All scores are equal, in the PPO scripts only after the clip."""
-    flags = dict(reward_fn=reward_file(tmp_path, "return [0.5] * len(prompts)")) | NOTHING_ELSE.get(name, {})
-    if name in PPO:
-        flags["reward_fn"] = reward_file(tmp_path, "return [50.0 + len(text) for text in prompts]", "large")
-        flags["score_clip"] = 4.0
-    scripts[name].train(small(name, **flags))
-    assert "all scores are equal" in capsys.readouterr().out
 
 
 def test_the_rubric_of_the_example(grpo, chat_with, monkeypatch):

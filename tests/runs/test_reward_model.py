@@ -3,10 +3,10 @@ rankings, the new head, the offset, options."""
 
 import json
 import math
+import shutil
 from collections import Counter
 from functools import partial
 
-import peft
 import pytest
 import tokenizers
 import torch
@@ -31,6 +31,8 @@ from run_tools import (
 )
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+import check
 
 pytest_plugins = ["run_fixtures"]
 SCRIPT = "reward_model"
@@ -168,8 +170,8 @@ def test_every_number_of_a_classifier(
     lines = capsys.readouterr().out
     assert f"7 held-out rows, accuracy {accuracy:.4f}" in lines
     num_full = sum(len(tokenizer(row["text"]).input_ids) >= 18 for row in train)
-    assert f"training: 13 of 13 rows, {num_full} at the limit of 18 tokens" in lines and num_full > 0
-    assert "the head that was saved with the model; classes 0, 1, ...: negative, positive" in lines
+    assert f"13 of 13 rows have a text, {num_full} at the limit of 18 tokens" in lines and num_full > 0
+    assert "classes 0, 1, ...: negative, positive; the head is new: False" in lines
     assert AutoTokenizer.from_pretrained(folder / "model").model_max_length == 18
 
 
@@ -190,7 +192,6 @@ def test_names_give_words_their_numbers(script):
         ("text prompt chosen rejected", "pairs"),
         ("prompt chosen rejected responses", "pairs"),
         ("responses", "rankings"),
-        ("text dialog prompt chosen", None),
     ],
 )
 def test_which_columns_decide(script, small, world, tmp_path, columns, learned):
@@ -201,16 +202,20 @@ def test_which_columns_decide(script, small, world, tmp_path, columns, learned):
     rows = [{column: values[column] for column in columns.split()} for _ in range(4)]
     data = write_rows(tmp_path / "data", train=rows, test=rows)
     args = small("reward_model", dataset_name=data, label_names="x,y")
-    if learned is None:
-        with pytest.raises(script.UserError, match="no columns text and label, or dialog and act"):
-            script.load_data(args, tokenizer)
-        return
-    loaded, _, _, label_names, _ = script.load_data(args, tokenizer)
+    loaded, _, _, label_names = script.load_data(args, tokenizer)
     assert label_names == (["x", "y"] if learned == "labels" else None)
     assert len(loaded[0].texts) == dict(labels=1, pairs=2, rankings=3)[learned]
 
 
-def test_a_row_without_text_takes_its_label_with_it(script):
+def test_columns_that_are_none_of_these(script, small, tmp_path):
+    """Text without label, a dialog without acts, a prompt and one response."""
+    rows = [dict(text="a", dialog=["b", "c"], prompt="d", chosen="e")] * 4
+    data = write_rows(tmp_path / "data", train=rows, test=rows)
+    [line, _] = check.errors(script, small("reward_model", dataset_name=data))
+    assert "no training row can be used: fewer than two responses" in line
+
+
+def test_a_row_without_text_takes_its_label_with_it(script, capsys):
     """Wherever it is; also with the tokenizer of an encoder, which marks the ends of an empty text too."""
     tokenizer = byte_level_tokenizer()
     mark = [(EOS, tokenizer.eos_token_id)]
@@ -218,10 +223,10 @@ def test_a_row_without_text_takes_its_label_with_it(script):
     tokenizer.backend_tokenizer.post_processor = template
     texts = ["", "one", " ", "two", None, "three", "four"]
     rows = [dict(text=text, label=label) for text, label in zip(texts, "dabcabd", strict=True)]
-    loaded, counts = script.load_labeled_rows(dict(a=0, b=1, c=2, d=3), rows, tokenizer, script.Args())
+    loaded = script.load_labeled_rows(dict(a=0, b=1, c=2, d=3), rows, tokenizer, script.Args())
     found = [(tokenizer.decode(row.texts[0]), row.label) for row in loaded]
     assert found == [(f"one{EOS}", 0), (f"two{EOS}", 2), (f"three{EOS}", 1), (f"four{EOS}", 3)]
-    assert counts == "4 of 7 rows, 0 at the limit of 512 tokens"
+    assert capsys.readouterr().out == "4 of 7 rows have a text, 0 at the limit of 512 tokens\n"
 
 
 # ---- Which rows --------------------------------------------------------------------------------------------
@@ -285,25 +290,29 @@ def test_shards_have_no_dialog_in_common(script, small, world, tmp_path):
     assert set((shards[0] + shards[1]).values()) == {2}  # both answers of each
 
 
-def test_a_prefix_of_special_tokens_is_refused(script, small, world, tmp_path):
+@pytest.mark.parametrize("shortest, is_refused", [(1, True), (2, True), (3, False)])
+def test_a_prefix_of_special_tokens_is_refused(script, small, world, tmp_path, shortest, is_refused):
     """[CLS] and [SEP] alone are an empty text."""
     tokenizer = byte_level_tokenizer()
     marks = [(EOS, tokenizer.eos_token_id)]
     template = tokenizers.processors.TemplateProcessing(f"{EOS} $A {EOS}", special_tokens=marks)
     tokenizer.backend_tokenizer.post_processor = template
+    tokenizer.cls_token = tokenizer.sep_token = EOS
+    model = shutil.copytree(world.classifier(), tmp_path / "classifier")
+    tokenizer.save_pretrained(model)
     data, _, _ = three_splits(tmp_path / "data", labeled_of)
-    for shortest in (1, 2):
-        with pytest.raises(script.UserError, match="must be more than 2"):
-            script.load_data(small("reward_model", dataset_name=data, min_prefix_length=shortest), tokenizer)
-    script.load_data(small("reward_model", dataset_name=data, min_prefix_length=3), tokenizer)
+    flags = dict(model_name_or_path=str(model), dataset_name=data, min_prefix_length=shortest)
+    errors = check.errors(script, small("reward_model", **flags))
+    assert len(errors) == is_refused
+    assert all("must be more than the number of special tokens" in line for line in errors)
 
 
-def test_answers_are_not_cut_to_prefixes(script, small, world, tiny_pairs):
-    """An answer that is cut off would keep its act, and so would a response its rank."""
-    for data in (world.dialogs, tiny_pairs):
-        args = small("reward_model", dataset_name=data, min_prefix_length=3)
-        with pytest.raises(script.UserError, match="--min-prefix-length is only for"):
-            script.load_data(args, AutoTokenizer.from_pretrained(world.lm()))
+def test_answers_are_not_cut_to_prefixes(script, small, world):
+    """An answer that is cut off would keep its act."""
+    flags = dict(model_name_or_path=world.intents(), dataset_name=world.dialogs, label_names=",".join(ACTS))
+    assert check.errors(script, small("reward_model", **flags)) == []
+    [line] = check.errors(script, small("reward_model", **flags, min_prefix_length=3))
+    assert "--min-prefix-length is only for the columns text and label" in line
 
 
 def test_prefixes_by_hand(script):
@@ -457,7 +466,7 @@ def test_every_number_of_a_preference_model(
     lines = capsys.readouterr().out
     assert f"7 held-out rows, accuracy {evaluation['accuracy']:.4f}" in lines
     offset = f"{evaluation['reward_offset']:.3f}"
-    assert f"reward_offset: {offset}, the mean score of 13 texts: the best training responses" in lines
+    assert f"reward_offset: {offset}, the mean score of 13 references" in lines
 
 
 def test_evaluation_of_few_pairs(script):
@@ -600,9 +609,9 @@ def test_answers_and_acts(script, tiny_lm, capsys):
     texts = ["Who are you? I am Leo.", "I am Leo. Then come in.", "Two. Three."]
     expected = [dict(text=text, label=label) for text, label in zip(texts, (0, 2, 3), strict=True)]
     assert rows == expected  # none for answers without an act, or in a dialog with a gap
-    assert "answers with an act: 3, in dialogs with 17 utterances" in capsys.readouterr().out
-    loaded, counts = script.load_labeled_rows(dict.fromkeys(range(4), 0), rows, tokenizer, script.Args())
-    assert len(loaded) == 3 and counts.startswith("3 of 3 rows")
+    assert capsys.readouterr().out == "3 of 17 utterances are answers with an act\n"
+    loaded = script.load_labeled_rows(dict.fromkeys(range(4), 0), rows, tokenizer, script.Args())
+    assert len(loaded) == 3
 
 
 @pytest.fixture
@@ -621,7 +630,7 @@ def test_pairs_with_a_common_beginning(script, tiny_lm):
     separate = dict(prompt="Human: hi", chosen=" yes, it is", rejected=" no no no no")
     tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
     [[one], [other]] = [
-        script.load_preference_rows([row], tokenizer, script.Args())[0] for row in (joined, separate)
+        script.load_preference_rows([row], tokenizer, script.Args()) for row in (joined, separate)
     ]
     assert one == other
 
@@ -679,12 +688,11 @@ def test_responses_that_are_equal_after_the_cut(pairs, script, tiny_lm, tmp_path
     data = write_rows(tmp_path / "data", train=rows + empty, test=rows[2:])
     pairs(dataset_name=data, max_length=16, num_train_epochs=0.1)
     lines = capsys.readouterr().out
-    left_out = "left out: 2 rows without two responses, 3 responses equal to a better one"
-    assert f"training: 2 of 6 rows, 1 at the limit of 16 tokens; {left_out}" in lines
-    left_out = "left out: 0 rows without two responses, 1 responses equal to a better one"
-    assert f"held out: 2 of 2 rows, 1 at the limit of 16 tokens; {left_out}" in lines
+    for count, num_equal in ((6, 3), (2, 1)):  # training and held-out rows
+        kept = f"2 of {count} rows have different responses, 1 at the limit of 16 tokens"
+        assert f"{kept}; left out: {num_equal} responses equal to a better one\n" in lines
     tokenizer = AutoTokenizer.from_pretrained(tiny_lm())
-    [row], _ = script.load_preference_rows(rows[3:], tokenizer, script.Args())
+    [row] = script.load_preference_rows(rows[3:], tokenizer, script.Args())
     assert [tokenizer.decode(ids) for ids in row.texts] == [f"Say. {x}{EOS}" for x in "ab"]
 
 
@@ -728,35 +736,6 @@ def test_standard_deviation_of_a_new_head(script, build, tiny_lm, tmp_path):
     model.save_pretrained(tmp_path / "rm")
     again, is_new = build(tmp_path / "rm")
     assert not is_new and torch.equal(again.score.weight, model.score.weight)
-
-
-@pytest.mark.parametrize("task", ["SEQ_CLS", None])
-def test_a_run_can_start_from_an_adapter(build, tiny_lm, tmp_path, task):
-    """peft saves the head with a classifier's adapter (trick 35). Those that our scripts save have none."""
-    auto_class = AutoModelForSequenceClassification if task == "SEQ_CLS" else AutoModelForCausalLM
-    model = auto_class.from_pretrained(tiny_lm("llama"), **dict(num_labels=1) if task == "SEQ_CLS" else {})
-    config = peft.LoraConfig(task_type=task, r=2, target_modules=["q_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(model, config)
-    if task == "SEQ_CLS":
-        model.base_model.model.score.modules_to_save["default"].weight.data.fill_(0.5)
-    model.save_pretrained(tmp_path)
-    built, is_new = build(tmp_path)
-    assert is_new == (task is None) and (built.score.weight == 0.5).all() != is_new
-    merged = model.merge_and_unload().base_model.state_dict()
-    for name, x in built.base_model.state_dict().items():
-        torch.testing.assert_close(x, merged[name])
-
-
-def test_the_head_below_an_adapter_without_a_head(build, tiny_lm, tmp_path):
-    """An adapter for no task, on a classifier: its base has the head (trick 35)."""
-    config = AutoConfig.from_pretrained(tiny_lm("llama"), num_labels=1)
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "base")
-    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base")
-    head = base.score.weight.clone()
-    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    peft.get_peft_model(base, lora).save_pretrained(tmp_path / "adapter")
-    built, is_new = build(tmp_path / "adapter")
-    assert not is_new and torch.equal(built.score.weight, head)
 
 
 def test_a_classifier_has_no_offset(build, tiny_preference_model):

@@ -11,6 +11,7 @@ import transformers
 from run_tools import (
     eos_prone,
     evaluation_of,
+    one_line,
     reward_file,
     rows_of,
     same,
@@ -19,6 +20,8 @@ from run_tools import (
     write_rows,
 )
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+import judge as judge_script
 
 pytest_plugins = ["run_fixtures"]
 SCRIPT = "rloo_tldr"
@@ -179,8 +182,6 @@ def test_a_named_judge_is_the_judge(rloo, script, tiny_preference_model, monkeyp
         judge = script.load_judge(replace(tiny, judge_url=judge_url), None, None, CPU)
         assert judge.func == script.ask_chat_model
         assert str(judge.args[0].base_url) == asked
-    with pytest.raises(script.UserError, match="--judge-url needs --judge-model"):
-        script.load_judge(replace(tiny, judge_model=None), None, None, CPU)
 
     args = replace(tiny, judge_model=tiny_preference_model("llama"), judge_url=None)
     tokenizer = AutoTokenizer.from_pretrained(args.judge_model)
@@ -196,8 +197,8 @@ def test_a_named_judge_is_the_judge(rloo, script, tiny_preference_model, monkeyp
     assert evaluation_of(folder)["after"]["win rate"] == pytest.approx(sum(wins) / len(wins))
 
 
-def test_without_references(rloo, script, tiny_preference_model, tmp_path):
-    """Data without summaries: the same table, without a win rate. A judge would have nothing to compare."""
+def test_without_references(rloo, tmp_path):
+    """Data without summaries: the same table, without a win rate."""
     train = [dict(prompt=f"Old post {i}.\n\nTL;DR:") for i in range(12)]
     test = [dict(prompt=f"Post {i}.\n\nTL;DR:") for i in range(7)]
     _, folder, _ = rloo(dataset_name=write_rows(tmp_path / "data", train=train, test=test))
@@ -206,8 +207,6 @@ def test_without_references(rloo, script, tiny_preference_model, tmp_path):
     table = evaluation_of(folder)
     assert "win rate" not in table["after"]
     assert "score mean" in table["after"] and table["n"] == 4
-    with pytest.raises(script.UserError, match="a judge needs references"):
-        rloo("judged", dataset_name=str(tmp_path / "data"), judge_model=tiny_preference_model())
 
 
 def test_a_judge_that_fails_at_the_end(script, small, tiny_preference_model, tmp_path, monkeypatch):
@@ -226,7 +225,7 @@ return [float(len(r)) for r in completions]"""
 
     with monkeypatch.context() as patch:
         patch.setattr(script.Run, "checkpoint", break_the_judge)
-        with pytest.raises(script.UserError, match="not finite"):
+        with pytest.raises(script.UserError, match="must return a finite number"):
             script.train(args)
     assert (tmp_path / "run/model/model.safetensors").exists()
     other = tiny_preference_model()
@@ -292,29 +291,26 @@ def test_a_chat_judge_reads_verdicts(script, chat_with, answer, expected):
     assert 8 < sum(verdicts) < 32
 
 
-# ---- The verb judge ----------------------------------------------------------------------------------------
+# ---- judge.py ----------------------------------------------------------------------------------------------
 
 
-def test_the_verb_judge(script, capsys, tiny_lm, tiny_posts, tmp_path):
+def test_judge(script, capsys, tiny_lm, tiny_posts, tmp_path):
     """The flags of TRL's judge_tldr.py, here with a judge whose win rate is known."""
     [judge] = reward_file(tmp_path, "return [float(len(r)) for r in completions]")
     flags = f"--model_name_or_path {tiny_lm()} --dataset_name {tiny_posts} --num_examples 5"
     flags += " --max_prompt_length 200 --response_length 2"
-    script.main(["judge", *flags.split(), "--judge_fn", judge])
+    judge_script.main([*flags.split(), "--judge_fn", judge])
     out = capsys.readouterr().out
     expected = "Model win rate: 0.00% +- 0.00% (0.0% ties, 0.0% without verdict), n = 5, judge "
     line = out.splitlines()[-1]
     assert line.startswith(expected) and line.endswith(f", model {flags.split()[1]}, data {tiny_posts}")
-    for flags in (dict(resume="RUN"), dict(sft_model_path=tiny_lm())):
-        with pytest.raises(script.UserError, match="use --sft-model-path None and no --resume"):
-            script.judge_policy(script.Args(**flags))
-    with pytest.raises(script.UserError, match="judge needs --judge-model or --judge-fn"):
-        script.judge_policy(script.Args(model_name_or_path=tiny_lm()))
+    assert "no --resume" in one_line(judge_script, ["--sft-model-path", tiny_lm()], capsys)
+    assert "name a judge" in one_line(judge_script, ["--model-name-or-path", tiny_lm()], capsys)
+    with pytest.raises(script.UserError, match="no --resume"):
+        judge_script.judge_policy(script.Args(resume="RUN"))
 
 
-def test_the_verb_judge_takes_the_flags_of_training(
-    rloo, script, small, bang_lm, tiny_preference_model, monkeypatch
-):
+def test_judge_takes_the_flags_of_training(rloo, script, small, bang_lm, tiny_preference_model, monkeypatch):
     """It judges the summaries that a run with the same flags evaluates, after prompts that begin with BOS."""
     calls = spy(monkeypatch, script, "sample_responses")
     flags = dict(
@@ -331,7 +327,7 @@ def test_the_verb_judge_takes_the_flags_of_training(
     _, (b, _) = calls[0]
     calls.clear()
     args = small("rloo_tldr", **flags)
-    result = script.judge_policy(args)
+    result = judge_script.judge_policy(args)
     [(_, (judged, responses))] = calls
     assert responses == [row["before"] for row in rows_of(folder, "evaluation_samples.jsonl")]
     assert torch.equal(judged["ids"], b["ids"])
@@ -342,5 +338,5 @@ def test_the_verb_judge_takes_the_flags_of_training(
     assert set(result) == {"win rate", "+- (95 % interval)", "ties", "no verdict"}
     assert result == {name: pytest.approx(evaluation_of(folder)["before"][name]) for name in result}
     assert 0 < result["win rate"] < 1
-    script.judge_policy(replace(args, bf16=False, dtype="float32"))
+    judge_script.judge_policy(replace(args, bf16=False, dtype="float32"))
     assert not torch.equal(calls[1][1][0]["sampling_logprobs"], judged["sampling_logprobs"])

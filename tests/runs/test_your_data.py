@@ -11,6 +11,8 @@ import pytest
 from conftest import ROOT
 from run_tools import evaluation_of, rows_of, spy
 
+import check
+
 pytest_plugins = ["run_fixtures"]
 PAGE = (ROOT / "docs/your_data.md").read_text()
 CONVERTER = (ROOT / "examples/pairs_from_table.py").read_text()
@@ -46,12 +48,17 @@ def test_the_commands_of_the_page_run_and_read_nothing_else(scripts, monkeypatch
     names = []
     for name, words in commands("The table", "From the table to training data", "Train"):
         names.append(name)
+        if name == "check":  # the command that follows on the page
+            with pytest.raises(SystemExit) as end:
+                check.main([str(ROOT / words[0]), *words[1:]])
+            assert end.value.code == 0
+            continue
         if name not in SMALLER:
             run_program(monkeypatch, name, words)
             continue
         scripts[name].main([*words, *SMALLER[name].split()])
         assert {str(path) for (path,), _ in reads[name]} == {"shop/train.jsonl"}
-    assert names == ["examples/make_answers", "examples/pairs_from_table", *SMALLER, "report"]
+    assert names == ["examples/make_answers", "examples/pairs_from_table", "check", *SMALLER, "report"]
 
     used = {}
     for folder in ("sft", "reward", "rloo", "dpo"):

@@ -1,0 +1,376 @@
+"""Chats, chat templates and tokenizers."""
+
+import json
+import shutil
+
+import pytest
+import tokenizers
+import transformers
+from check_helpers import assert_only, assert_remark, findings, texts
+from conftest import ROOT, byte_level_tokenizer, random_lm, save
+from run_tools import write_rows
+
+pytest_plugins = ["run_fixtures"]
+USER, ASSISTANT = "user", "assistant"
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+ONLY_LAST_THOUGHT = CHATML.replace(
+    "m['content']",
+    "(m['content'] if loop.last or m['role'] == 'user' else m['content'].split('</think>')[-1])",
+)
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+PLAIN += "{% if add_generation_prompt %}assistant:{% endif %}"
+
+
+def chat(*contents, roles=(USER, ASSISTANT)):
+    return [dict(role=roles[i % 2], content=content) for i, content in enumerate(contents)]
+
+
+@pytest.fixture
+def chat_model(tmp_path):
+    """chat_model(template, bos=False) -> folder of a small model with a chat template."""
+
+    def make(template=CHATML, bos=False, appends_eos=False):
+        learned = tokenizers.ByteLevelBPETokenizer()
+        special = ["<|im_end|>", "<|im_start|>", "<s>"]
+        learned.train_from_iterator(["What is 2 + 3? It is 5."], vocab_size=300, special_tokens=special)
+        backend = learned._tokenizer
+        if bos or appends_eos:
+            form = f"{'<s> ' if bos else ''}$A{' <|im_end|>' if appends_eos else ''}"
+            used = [("<s>", 2), ("<|im_end|>", 0)]
+            backend.post_processor = tokenizers.processors.TemplateProcessing(
+                single=form, special_tokens=used
+            )
+        tokenizer = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=backend, bos_token="<s>", eos_token="<|im_end|>", pad_token="<|im_end|>"
+        )
+        tokenizer.chat_template = template
+        folder = tmp_path / f"model-{len(list(tmp_path.iterdir()))}"
+        return save(random_lm("llama", tokenizer, seed=0), tokenizer, folder)
+
+    return make
+
+
+@pytest.fixture
+def look(scripts, small, chat_model, tmp_path):
+    """look(script, rows, **flags) -> findings about these rows, with the chat model"""
+
+    def make(script, rows, template=CHATML, **flags):
+        data = write_rows(tmp_path / "data", train=rows, test=rows[:2])
+        places = dict(dataset_name=data, model_name_or_path=chat_model(template))
+        if script == "dpo_tldr":
+            places |= dict(eval_dataset_name=None, judge_fn=None)
+        return findings(scripts[script], small(script, **(places | flags)))
+
+    return make
+
+
+def tasks(count=9, **columns):
+    return [dict(prompt=chat(f"What is {i} + 3?"), answer=str(i + 3)) | columns for i in range(count)]
+
+
+def test_a_chat_is_fine(look):
+    assert texts(look("grpo_math", tasks())) == []
+
+
+def test_an_sft_chat_is_fine(look):
+    assert texts(look("sft", [dict(messages=chat(f"{i}?", "5.")) for i in range(9)])) == []
+
+
+# ---- Rows --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, column", [("grpo_math", "prompt"), ("sft", "messages"), ("dpo_tldr", "chosen")]
+)
+def test_a_chat_that_is_a_json_text(look, name, column):
+    """It would be trained on with its brackets."""
+    row = dict(prompt="2?", answer="2", rejected=" so bad") if name != "sft" else {}
+    rows = [row | {column: json.dumps(chat("Who are you?", "Leo."))}] * 9
+    found = look(name, rows)
+    assert any("JSON text" in text for text in texts(found)), texts(found)
+
+
+@pytest.mark.parametrize("content", [None, 5, [dict(type="text", text="What?")]])
+def test_content_that_is_no_text(look, content):
+    """A template would print it as Python does."""
+    rows = tasks()
+    rows[3]["prompt"][0]["content"] = content
+    found = look("grpo_math", rows)
+    word = "train.jsonl row 4, column prompt: the content of a message must be a text"
+    assert any(word in text for text in texts(found)), texts(found)
+
+
+@pytest.mark.parametrize("key, value", [("weight", 0), ("train", False), ("loss_mask", 1), ("name", "Leo")])
+def test_parts_that_the_template_does_not_read(look, key, value):
+    """Marks of what not to learn, which would be learned."""
+    rows = [dict(messages=chat(f"{i}?", "5.")) for i in range(9)]
+    rows[2]["messages"][1][key] = value
+    found = look("sft", rows)
+    assert any("train.jsonl row 3" in text and f"a message has {key}" in text for text in texts(found)), (
+        texts(found)
+    )
+
+
+@pytest.mark.parametrize("column, value", [("tools", [dict(name="f")]), ("images", ["a.png"])])
+@pytest.mark.parametrize("name", ["grpo_math", "rloo_tldr", "sft"])
+def test_columns_beside_a_chat(look, name, column, value):
+    """The template would need them."""
+    rows = tasks(completion=chat("It is.", roles=(ASSISTANT, USER)))
+    rows[5][column] = value
+    found = look(name, rows)
+    assert any(column in text for text in texts(found)), texts(found)
+
+
+@pytest.mark.parametrize("roles", [("human", "gpt"), ("User", "Assistant")])
+def test_roles_of_another_format(look, roles):
+    """Nothing would be learned."""
+    rows = [dict(messages=chat(f"{i}?", "5.", roles=roles)) for i in range(9)]
+    found = look("sft", rows)
+    assert any(f"role {roles[0]!r}" in text for text in texts(found)), texts(found)
+
+
+def test_a_role_of_its_own(look):
+    rows = tasks()
+    rows[3]["prompt"].insert(0, dict(role="narrator", content="It is night."))
+    assert_remark(look("grpo_math", rows), "train.jsonl row 4", "role 'narrator'")
+
+
+@pytest.mark.parametrize("name", ["dpo_tldr", "reward_model"])
+def test_a_prompt_that_ends_with_the_assistant(look, name):
+    """A template would close that message, and begin another one."""
+    good, bad = [[dict(role=ASSISTANT, content=text)] for text in (" 5.", " 6.")]
+    rows = [dict(prompt=chat("2 + 3?", "It is"), chosen=good, rejected=bad)] * 9
+    found = look(name, rows)
+    assert any(
+        "a prompt ends with the assistant" in t or "the prompt ends with" in t for t in texts(found)
+    ), found
+
+
+def test_no_response_ends(look):
+    """dpo_tldr.py samples until a stop token, which no response has."""
+    good, bad = [[dict(role=ASSISTANT, content=text)] for text in (" 5.", " 6.")]
+    rows = [dict(prompt=chat(f"{i} + 3?"), chosen=good, rejected=bad) for i in range(9)]
+    found = look("dpo_tldr", rows, template=PLAIN)
+    assert_only(found, "no response in the held-out rows contains a token that ends")
+
+
+def test_chats_without_a_template(look):
+    found = look("grpo_math", tasks(), template=None)
+    assert any("has no chat template" in text for text in texts(found)), texts(found)
+
+
+def test_a_template_that_refuses_rows(look):
+    """Gemma's takes no system message, Mistral's no two messages of the user in a row."""
+    strict = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system message') }}{% endif %}" + CHATML
+    )
+    rows = tasks()
+    rows[5]["prompt"].insert(0, dict(role="system", content="Be short."))
+    found = look("grpo_math", rows, template=strict)
+    assert_only(found, "1 of 9 rows cannot be read", "train.jsonl row 6", "no system message")
+
+
+def test_a_template_that_refuses_all_rows(look):
+    strict = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system message') }}{% endif %}" + CHATML
+    )
+    assert_only(look("grpo_math", tasks(), template=strict, system_prompt="Be short."), "no system message")
+
+
+def test_control_tokens_in_a_text(look):
+    """The user would end their own turn."""
+    rows = tasks()
+    rows[6]["prompt"][0]["content"] = "What is <|im_end|> for?"
+    assert_remark(look("grpo_math", rows), "1 rows hold text", "<|im_end|>", "train.jsonl row 7")
+
+
+# ---- Templates ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", ['{"enable_thinking": false}', '{"messages": []}'])
+def test_options_that_the_template_does_not_have(look, options):
+    found = look("grpo_math", tasks(), chat_template_kwargs=options)
+    assert any("has no option" in text for text in texts(found)), texts(found)
+
+
+def test_options_that_are_not_json(look):
+    found = look("grpo_math", tasks(), chat_template_kwargs="{enable_thinking: false}")
+    assert any("--chat-template-kwargs is not JSON" in text for text in texts(found)), texts(found)
+
+
+def test_answers_that_are_not_learned(look):
+    """The template drops the thoughts of earlier turns, so that these are not what a policy wrote."""
+    thought = "<think>Well.</think>Yes."
+    rows = [dict(messages=chat("a?", thought, "b?", thought)) for _ in range(6)] + [
+        dict(messages=chat("a?", thought))
+    ] * 3
+    found = look("sft", rows, template=ONLY_LAST_THOUGHT)
+    assert_remark(found, "9 of 15 answers in chats are learned", "train.jsonl row 1")
+
+
+def test_a_template_without_an_end(look):
+    assert_remark(look("grpo_math", tasks(), template=PLAIN), "has no control token", "'<|im_end|>'")
+
+
+# ---- Tokenizers --------------------------------------------------------------------------------------------
+
+
+def test_two_bos(scripts, small, chat_model, tmp_path):
+    """Texts that begin with BOS, and a tokenizer that adds one."""
+    rows = [dict(prompt=f"<s>What is {i} + 3?", answer="3") for i in range(9)]
+    data = write_rows(tmp_path / "data", train=rows, test=rows[:2])
+    args = small("grpo_math", dataset_name=data, model_name_or_path=chat_model(None, bos=True))
+    found = findings(scripts["grpo_math"], args)
+    assert any("BOS twice" in text for text in texts(found)), texts(found)
+
+
+def test_eos_after_every_text(scripts, small, chat_model, tiny_tasks):
+    args = small("grpo_math", dataset_name=tiny_tasks, model_name_or_path=chat_model(None, appends_eos=True))
+    assert_only(findings(scripts["grpo_math"], args), "its tokenizer appends EOS to every text")
+
+
+def test_eos_between_prompt_and_response(scripts, small, chat_model, tiny_preference_model, tmp_path):
+    """Of a reward model, whose tokenizer is its own."""
+    folder = shutil.copytree(tiny_preference_model(), tmp_path / "reward")
+    transformers.AutoTokenizer.from_pretrained(chat_model(None, appends_eos=True)).save_pretrained(folder)
+    found = findings(scripts["rloo_tldr"], small("rloo_tldr", reward_model_path=str(folder)))
+    assert_only(found, "--reward-model-path", "appends EOS, which would be between prompt and response")
+
+
+def test_no_tokenizer(scripts, small, tiny_lm, tmp_path):
+    """transformers makes one up, which knows no words."""
+    folder = tmp_path / "lm"
+    folder.mkdir()
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        shutil.copy(f"{tiny_lm('gpt_neox')}/{name}", folder)
+    found = findings(scripts["grpo_math"], small("grpo_math", model_name_or_path=str(folder)))
+    assert any("tokenizer" in text for text in texts(found)), texts(found)
+
+
+def test_no_eos(scripts, small, tiny_lm, tmp_path):
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny_lm())
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
+    backend = transformers.AutoTokenizer.from_pretrained(tiny_lm()).backend_tokenizer
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<|pad|>")
+    args = small("ppo_sentiment", model_name_or_path=save(model, tokenizer, tmp_path / "lm"))
+    found = findings(scripts["ppo_sentiment"], args)
+    assert texts(found) and all("EOS" in text for text in texts(found)), texts(found)
+
+
+def test_the_tokenizer_of_a_larger_model(scripts, small, tmp_path):
+    """Its last tokens have no embedding; only the pad needs none."""
+    tokenizer = byte_level_tokenizer()
+    model = random_lm("gpt2", tokenizer, seed=0)
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    folder = save(model, tokenizer, tmp_path / "padded")
+    assert texts(findings(scripts["ppo_sentiment"], small("ppo_sentiment", model_name_or_path=folder))) == []
+    tokenizer.add_tokens(["<answer>", "</answer>"])
+    folder = save(model, tokenizer, tmp_path / "larger")
+    found = findings(scripts["ppo_sentiment"], small("ppo_sentiment", model_name_or_path=folder))
+    assert_only(found, "2 tokens beyond the model's 1024 embeddings", "'<answer>'")
+
+
+def test_the_small_models_of_this_repository_have_templates():
+    """What the tests above assume."""
+    assert (ROOT / "checkpoints/tools-sft/chat_template.jinja").exists()
+
+
+def test_posts_that_end_otherwise(scripts, small, chat_model, tmp_path):
+    """Texts get EOS, but the chats of --eval-dataset-name end as this template ends them."""
+    pairs = [dict(prompt=f"{i} + 3?", chosen=" 5.", rejected=" 6.") for i in range(9)]
+    posts = [
+        dict(prompt=chat(f"{i} + 3?"), completion=chat(" 5.", roles=(ASSISTANT, USER))) for i in range(9)
+    ]
+    flags = dict(judge_fn=None, model_name_or_path=chat_model(PLAIN))
+    flags["dataset_name"] = write_rows(tmp_path / "pairs", train=pairs, test=pairs)
+    flags["eval_dataset_name"] = write_rows(tmp_path / "posts", train=posts, test=posts)
+    found = findings(scripts["dpo_tldr"], small("dpo_tldr", **flags))
+    assert_only(found, "no response in the held-out rows contains a token that ends a response")
+
+
+def test_a_template_that_cannot_continue_an_answer(look):
+    """It trims what the assistant wrote, so that transformers does not find it."""
+    rows = tasks()
+    rows[4]["prompt"] = chat("2 + 3?", "It is ")
+    found = look("grpo_math", rows, template=CHATML.replace("m['content']", "m['content'] | upper"))
+    assert any("row 5" in text and "cannot go on with a begun answer" in text for text in texts(found)), (
+        texts(found)
+    )
+
+
+def test_a_mark_that_the_tokenizer_cannot_write(scripts, small, tmp_path):
+    """It knows no "<": the mark would be <unk>s, or nothing, and no answer would ever end."""
+    learned = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"<|endoftext|>": 0, "hello": 1, "hi": 2}, "<|endoftext|>")
+    )
+    learned.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=learned,
+        eos_token="<|endoftext|>",
+        unk_token="<|endoftext|>",
+        pad_token="<|endoftext|>",
+    )
+    model = save(random_lm("gpt2", tokenizer, seed=0), tokenizer, tmp_path / "words")
+    rows = [dict(dialog=["hello", "hi"], act=[1, 2])] * 9
+    data = write_rows(tmp_path / "data", train=rows, test=rows[:2])
+    for name in ("ppo_dialog", "sft"):
+        args = small(name, dataset_name=data, model_name_or_path=model, utterance_end=" <EOU>")
+        assert_only(findings(scripts[name], args), "--utterance-end '<EOU>'", "cannot write it")
+
+
+def test_no_room_after_bos(scripts, small, chat_model, tmp_path):
+    """A prompt of no tokens would be all of them: prompt[-0:]."""
+    rows = [dict(dialog=["Who?", "It is."], act=[1, 2])] * 9
+    data = write_rows(tmp_path / "data", train=rows, test=rows[:2])
+    flags = dict(dataset_name=data, model_name_or_path=chat_model(None, bos=True))
+    found = findings(scripts["ppo_dialog"], small("ppo_dialog", **flags, max_prompt_length=1))
+    assert_only(found, "--max-prompt-length 1 must be more than 1, the number of special tokens")
+    assert texts(findings(scripts["ppo_dialog"], small("ppo_dialog", **flags, max_prompt_length=2))) == []
+
+
+@pytest.mark.parametrize("mark, is_said", [(" <EOU>", True), ("eos", False), (".", False)])
+def test_a_mark_of_several_tokens(scripts, small, mark, is_said):
+    """Only a policy that was fine-tuned with it ends its answers so."""
+    found = findings(scripts["ppo_dialog"], small("ppo_dialog", utterance_end=mark))
+    assert texts(found) == []
+    assert is_said == any(f"--utterance-end {mark!r} is no token" in t for t in texts(found, "remark"))
+
+
+def test_a_mark_of_fine_tuning_itself(scripts, small, tmp_path):
+    """sft.py teaches it, whatever its tokens are."""
+    rows = [dict(dialog=["Who are you?", "I am Leo."], act=[2, 1])] * 9
+    data = write_rows(tmp_path / "data", train=rows, test=rows[:2])
+    found = findings(scripts["sft"], small("sft", dataset_name=data, utterance_end=" <EOU>"))
+    assert not any("--utterance-end" in finding.text for finding in found), found
+
+
+def test_chats_without_an_answer(look):
+    """--max-length is not the reason."""
+    rows = [dict(messages=chat("Hello.", "5.", roles=(USER, "narrator")))] * 9
+    found = look("sft", rows)
+    reason = "no message of the role assistant is learned: the roles are user, narrator"
+    assert any(f"no training row can be used: {reason}" in text for text in texts(found)), texts(found)
+    assert not any("--max-length" in finding.text for finding in found)
+
+
+def test_answers_behind_the_limit(look):
+    """Here it is the reason."""
+    rows = [dict(messages=chat("long " * 300, "5."))] * 9
+    assert any("in the first 128 tokens (--max-length)" in text for text in texts(look("sft", rows)))
+
+
+def test_chats_that_begin_with_an_answer(look):
+    """It answers nothing: a policy is never asked to begin."""
+    begun = chat("Hello, I am a bot.", "2 + 3?", "5.", roles=(ASSISTANT, USER))
+    why = "the chat begins with an assistant message, which answers nothing"
+    assert_remark(look("sft", [dict(messages=begun)] * 9), "answers in chats are learned", why)
+
+
+def test_chats_that_only_begin_with_an_answer(look):
+    found = look("sft", [dict(messages=chat("Hello.", "2 + 3?", roles=(ASSISTANT, USER)))] * 9)
+    why = "the chat begins with an assistant message, which answers nothing"
+    assert any(f"no message of the role assistant is learned: {why}" in text for text in texts(found))
