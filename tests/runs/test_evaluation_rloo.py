@@ -150,7 +150,7 @@ def trained(scripts, world, tiny_lm, tmp_path_factory):
             lines=rows_of(run_folder, "tokens.jsonl"),
             parts=parts,
             reward_calls=calls_of(folder / "reward.py.calls"),
-            judge_calls=calls_of(folder / "judge.py.calls"),
+            judge_calls=calls_of(folder / "verdicts.py.calls"),
         )
 
     return run
