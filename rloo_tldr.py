@@ -2038,13 +2038,16 @@ def parse_args(argv):
 
 def main(argv=None):
     """Run the command line. A UserError prints one line, with exit code 2."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["judge"]:  # the same as python judge.py
+        return importlib.import_module("judge").main(argv[1:])
     warnings.filterwarnings("ignore", category=FutureWarning)  # libraries that use each other's old names
     warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft, about GPT-2; it does the right thing
     for library in (transformers, datasets):
         library.logging.set_verbosity_error()
         library.utils.logging.disable_progress_bar()
     try:
-        args = parse_args(sys.argv[1:] if argv is None else argv)
+        args = parse_args(argv)
         if (HERE / "check.py").exists() and os.environ.get("RANK", "0") == "0":
             errors = importlib.import_module("check").errors(sys.modules[__name__], args)
             if errors:  # found in flags, data, tokenizer, rewards: before a model is loaded
