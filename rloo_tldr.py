@@ -884,12 +884,12 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
     The logits of all N tokens may need more memory than the model, so they are computed in chunks of rows.
     Chunks within the budget stay in memory for the backward pass; the others are computed again there.
     """
-    budget = 2**26 if hidden.is_cuda else 2**25  # numbers: 256 or 128 MiB; twice that while they are kept
+    budget = 2**26 if hidden.is_cuda else 2**25  # logits: 256 or 128 MiB
     rows_at_once = budget // len(weight) if hidden.is_cuda else 128
 
     def logprobs_of_chunk(hidden, tokens):
-        log_p = token_logits(hidden, weight, temperature, bias).log_softmax(1)  # [rows, V]
-        return log_p.gather(1, tokens[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(1)
+        logits = token_logits(hidden, weight, temperature, bias)  # [rows, V]
+        return LogprobsAndEntropies.apply(logits, tokens)
 
     outputs = []
     for i, chunk in enumerate(zip(hidden.split(rows_at_once), tokens.split(rows_at_once))):
@@ -899,6 +899,32 @@ def token_logprobs(hidden, weight, tokens, temperature=1.0, bias=None):
             outputs.append(checkpoint(logprobs_of_chunk, *chunk, use_reentrant=False))
     logprobs, entropies = zip(*outputs)
     return torch.cat(logprobs), torch.cat(entropies)
+
+
+class LogprobsAndEntropies(torch.autograd.Function):
+    """log softmax at the tokens, and the entropies of the softmax. [N, V], [N] -> [N], [N]
+
+    As separate operations, the entropies would keep [N, V] numbers for a backward pass that never runs if the
+    loss does not contain them: in a chunk that is computed again, until the whole backward pass has ended.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, tokens):
+        log_p = torch.log_softmax(logits, 1)  # [N, V]
+        ctx.save_for_backward(log_p, tokens)
+        ctx.set_materialize_grads(False)  # None for a result that the loss does not contain
+        return log_p.gather(1, tokens[:, None]).squeeze(1), -log_p.exp().mul_(log_p).sum(1)
+
+    @staticmethod
+    def backward(ctx, grad_logprobs, grad_entropies):
+        log_p, tokens = ctx.saved_tensors
+        grad = torch.zeros_like(log_p)  # of log_p
+        if grad_logprobs is not None:
+            grad.scatter_(1, tokens[:, None], grad_logprobs[:, None])
+        if grad_entropies is not None:
+            # -p * (log_p + 1), but the gradient of log_softmax cancels the 1.
+            grad -= grad_entropies[:, None] * log_p.exp() * log_p
+        return torch.ops.aten._log_softmax_backward_data(grad, log_p, 1, log_p.dtype), None
 
 
 # ============================================================================================================

@@ -311,16 +311,16 @@ ppo_sentiment.token_logprobs: the bias of the head is forgotten (trap 43)
   math/test_output_layer.py::test_values_and_gradients_agree_with_autograd[1-0.7]
   - token_logits(hidden, weight, temperature, bias)
   + token_logits(hidden, weight, temperature)
-ppo_sentiment.token_logprobs: an entropy bonus lowers the entropy
+ppo_sentiment.LogprobsAndEntropies: an entropy bonus lowers the entropy
   math/test_output_layer.py::test_the_entropies_alone_have_their_gradient
-  - -(log_p.exp()
-  + (log_p.exp()
-ppo_sentiment.token_logprobs: the log-probabilities are those of another row
+  - grad -= grad_entropies
+  + grad += grad_entropies
+ppo_sentiment.LogprobsAndEntropies: the gradient is that of another row
   math/test_output_layer.py::test_values_and_gradients_agree_with_autograd
-  - tokens[:, None]
-  + tokens.roll(1)[:, None]
+  - grad_logprobs[:, None])
+  + grad_logprobs.roll(1)[:, None])
 ppo_sentiment.token_logprobs: all chunks are kept
-  math/test_output_layer.py::test_at_most_two_tables_of_2_to_25_numbers_are_kept
+  math/test_output_layer.py::test_at_most_2_to_25_numbers_are_kept
   - (i + 1) * rows_at_once * len(weight) <= budget
   + True
 sft.next_token_loss: correct tokens are counted without the bias

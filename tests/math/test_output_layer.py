@@ -6,6 +6,7 @@ The reference is plain autograd on all logits at once, in float64.
 import pytest
 import torch
 from math_tools import close, gradients, head_case, reference_logprobs
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ppo_sentiment as ppo
@@ -62,27 +63,42 @@ def test_the_entropies_alone_have_their_gradient(V):
 
 
 class Results(TorchDispatchMode):
-    """The sizes of all tensors that operations return."""
+    """The sizes of all tensors that operations return, and how many of one size are in memory at once."""
 
-    def __init__(self):
+    def __init__(self, size=None):
         super().__init__()
-        self.sizes = [0]
+        self.sizes, self.size, self.living, self.peak = [0], size, {}, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         outputs = result if isinstance(result, tuple | list) else [result]
-        self.sizes += [x.numel() for x in outputs if isinstance(x, torch.Tensor)]
+        outputs = [x for x in outputs if isinstance(x, torch.Tensor)]
+        self.sizes += [x.numel() for x in outputs]
+        self.living |= {
+            x.data_ptr(): StorageWeakRef(x.untyped_storage()) for x in outputs if x.numel() == self.size
+        }
+        self.living = {key: storage for key, storage in self.living.items() if not storage.expired()}
+        self.peak = max(self.peak, len(self.living))
         return result
 
 
-def test_at_most_two_tables_of_2_to_25_numbers_are_kept():
-    """For the backward pass: of chunks of 2**24 logits two, as log-probabilities and as probabilities."""
+def test_at_most_2_to_25_numbers_are_kept():
+    """For the backward pass: of chunks of 2**24 logits two, each of them once."""
     V, N = 2**17, 2 * CHUNK + 2
     hidden, weight, tokens = torch.ones(N, 1, requires_grad=True), torch.zeros(V, 1), torch.zeros(N).long()
     kept = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.setdefault(x.data_ptr(), x), lambda x: x):
         ppo.token_logprobs(hidden, weight, tokens)
-    assert [x.numel() for x in kept.values() if x.numel() > V] == [2**24] * 4
+    assert [x.numel() for x in kept.values() if x.numel() > V] == [2**24, 2**24]
+
+
+def test_a_chunk_that_is_computed_again_is_freed_before_the_next():
+    """With a loss that has no entropies."""
+    V, N = 2**16, 8 * CHUNK  # the first 4 chunks are kept
+    hidden, weight, tokens = torch.ones(N, 1, requires_grad=True), torch.zeros(V, 1), torch.zeros(N).long()
+    with Results(CHUNK * V) as results:
+        ppo.token_logprobs(hidden, weight, tokens)[0].sum().backward()
+    assert 4 < results.peak <= 4 + 3  # logits or log-probabilities, and gradients
 
 
 def test_token_logprobs_never_hold_all_logits():
