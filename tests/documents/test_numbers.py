@@ -16,10 +16,13 @@ from conftest import ROOT, SCRIPTS
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import all_numbers  # noqa: E402
 
+import check  # noqa: E402
+
 ENTRIES = all_numbers.load_entries()
 MEASURED = all_numbers.read_measured()
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 RUNS = [run for entry in ENTRIES for run in entry["expanded"]]
+OF_FLAGS = [check.check_numbers, check.check_pairs_of_flags]
 NOT_MEASURED = {  # sections with numbers in a table, or figures, that no run gave
     "README.md#before-a-long-run": "the screen of check.py",
     "docs/check.md#what-it-shows": "the same",
@@ -128,7 +131,10 @@ def test_each_table_of_numbers_and_each_figure_is_in_an_entry(name):
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry["name"])
 def test_the_commands_of_an_entry_parse(scripts, entry):
-    """Flags of the eight scripts; for other programs, the first argument is one that their docstring has."""
+    """Flags of the eight scripts, without the errors that check.py finds in flags alone.
+
+    For other programs, the first argument is one that their docstring has.
+    """
     for command in {run.command for run in entry["expanded"] if run.command}:
         words = shlex.split(command.replace("$OUT", "out"))
         while "=" in words[0]:
@@ -136,7 +142,8 @@ def test_the_commands_of_an_entry_parse(scripts, entry):
         program = ROOT / words[1]
         assert program.exists()
         if program.stem in SCRIPTS:
-            assert scripts[program.stem].parse_args(words[2:])
+            args = scripts[program.stem].parse_args(words[2:])
+            assert not check.errors(scripts[program.stem], args, OF_FLAGS)
         elif program.suffix == ".py" and program.parent == ROOT / "benchmarks" and len(words) > 2:
             assert "/" in words[2] or words[2] in ast.get_docstring(ast.parse(program.read_text()))
 
