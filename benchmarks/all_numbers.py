@@ -5,6 +5,7 @@
     python benchmarks/all_numbers.py --older-than COMMIT --run --jobs 2     # runs it, each run on one core
     python benchmarks/all_numbers.py --make                    # figures and files that are made of results
     python benchmarks/all_numbers.py --write                   # the table, and what the pages say is old
+    python benchmarks/all_numbers.py --measured RESULT         # note the newest commit for a result made by hand
 
 The list is all_numbers.toml; runs are started in its order. results/measured.jsonl has the commit and the CPU time of each
 result. Without --run, nothing is run. --only NAME: one entry. For a night:
