@@ -1,6 +1,6 @@
 """What --eval-every shows and what it costs: a short run of each script.
 
-    python benchmarks/eval_every.py run      # 20 minutes on one core: results/eval-every
+    python benchmarks/eval_every.py run      # 20 minutes on one core: results/eval-every; `run sft`: only this script
     python benchmarks/eval_every.py table    # CPU seconds, for docs/running.md
     python benchmarks/eval_every.py plot     # docs/eval-during-training.png
 
@@ -54,10 +54,10 @@ def measure(script):
     pack(RESULTS / f"{script}.zip", files | {"cpu_seconds.json": json.dumps(seconds)})
 
 
-def run():
-    """Measure each script in a process of its own."""
+def run(*scripts):
+    """Measure each script, or these, in a process of its own."""
     os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    for script in JOBS:
+    for script in scripts or JOBS:
         if not (RESULTS / f"{script}.zip").exists():
             subprocess.run([sys.executable, __file__, "measure", script], check=True)
 

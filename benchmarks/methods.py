@@ -1,8 +1,9 @@
 """Best-of-n, DPO, RLOO and PPO on the same held-out posts: reward, gold score and win rate over the KL to the start.
 
     python benchmarks/methods.py best-of-n     # sample 64 summaries of each post from the start, and keep scores
-    python benchmarks/methods.py ppo 1 FOLDER  # PPO on these posts with seed 1
+    python benchmarks/methods.py ppo 1 FOLDER  # PPO on these posts with seed 1; at the end, another learning rate
     python benchmarks/methods.py measure       # rewards, gold scores and wins of the responses of all runs
+    python benchmarks/methods.py cost          # CPU time and memory of some of these runs, from results/measured.jsonl
     python benchmarks/methods.py show          # print the tables of docs/methods.md and draw docs/methods.png
 
 Everything begins at checkpoints/tldr-sft, and what is preferred comes from data/tldr-preference: as the reward
@@ -46,6 +47,14 @@ RUNS = {  # label -> folder in results/ with a run per seed, or one run with see
     "RLOO, kl_coef 0": "methods/rloo-kl-0.0",
     "RLOO, kl_coef 0, 4 times as long": "methods/rloo-kl-0.0-long",
     "PPO, kl_coef 0.05": "methods/ppo",
+}
+COSTS = {  # run -> its result
+    "RLOO, kl_coef 0.2, seed 1": "methods/rloo-kl-0.2/seed1.zip",
+    "PPO, kl_coef 0.05, seed 1": "methods/ppo/seed1.zip",
+    "RLOO, kl_coef 0, seed 1": "methods/rloo-kl-0.0/seed1.zip",
+    "RLOO, kl_coef 0.01, seed 1": "methods/rloo-kl-0.01/seed1.zip",
+    "best of n, 64 responses to each of the 300 posts": "methods/best-of-n.json.gz",
+    "DPO, beta 0.5, seed 4": "healthy/dpo_tldr/seed4.zip",
 }
 NUM_SAMPLES = 64
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -111,7 +120,7 @@ def sample():
     (FOLDER / "best-of-n.json.gz").write_bytes(gzip.compress(json.dumps(columns).encode(), mtime=0))
 
 
-def run_ppo(seed, folder):
+def run_ppo(seed, folder, learning_rate="1e-4"):
     """ppo_sentiment.py on the posts. Two functions are replaced: prompts are whole posts, not the beginnings of reviews, and
     the reward model is that of rloo_tldr.py. Reward, penalty and number of responses are those of its default run."""
 
@@ -130,8 +139,8 @@ def run_ppo(seed, folder):
     flags += (
         " --total-episodes 10240 --per-device-train-batch-size 64 --num-mini-batches 2 --num-ppo-epochs 2"
     )
-    flags += " --kl-coef 0.05 --kl-target None --missing-eos-penalty 1 --learning-rate 1e-4"
-    flags += " --lr-scheduler-type linear --dtype float32 --num-eval-prompts 300 --num-sample-generations 3"
+    flags += " --kl-coef 0.05 --kl-target None --missing-eos-penalty 1"
+    flags += f" --learning-rate {learning_rate} --lr-scheduler-type linear --dtype float32 --num-eval-prompts 300 --num-sample-generations 3"
     ppo_sentiment.train(ppo_sentiment.parse_args(flags.split()))
 
 
@@ -209,8 +218,20 @@ def long_run():
     return "\n".join(lines)
 
 
+def write_cost():
+    """cost.jsonl: CPU seconds and memory of whole processes, as benchmarks/all_numbers.py counted them."""
+    rows = {row["result"]: row for row in dpo_tldr.read_rows(ROOT / "results/measured.jsonl")}
+    lines = []
+    for run, result in COSTS.items():
+        row = rows[f"results/{result}"]
+        if "peak_mb" not in row:
+            sys.exit(f"all_numbers.py has not run {result} yet")
+        lines.append(dict(run=run, cpu_seconds=round(60 * row["minutes"]), peak_mb=row["peak_mb"]))
+    (FOLDER / "cost.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 def cost():
-    """CPU seconds and memory of whole processes, as /usr/bin/time counted them."""
+    """The costs as a markdown table."""
     lines = ["| run | CPU seconds | peak memory, MiB |", "|---|---|---|"]
     for x in dpo_tldr.read_rows(FOLDER / "cost.jsonl"):
         lines.append(f"| {x['run']} | {x['cpu_seconds']} | {x['peak_mb']} |")
@@ -253,4 +274,4 @@ if __name__ == "__main__":
         print(f"{table()}\n\n{long_run()}\n\n{cost()}")
         draw()
     else:
-        {"best-of-n": sample, "ppo": run_ppo, "measure": measure}[command](*rest)
+        {"best-of-n": sample, "ppo": run_ppo, "measure": measure, "cost": write_cost}[command](*rest)

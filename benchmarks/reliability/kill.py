@@ -238,6 +238,10 @@ def main():
     with tempfile.TemporaryDirectory() as work:
         work = Path(work)
         write_data(work)
+        for line in open(args.out) if Path(args.out).exists() else ():  # of a call that was stopped
+            line = json.loads(line)
+            counts[line["script"], line["signal"]] += 1
+            good[line["script"], line["signal"]] += line["same"]
         for script in args.scripts.split(","):
             whole = Whole(script, work, work, args.eval_every)
             for number in [signal.Signals[f"SIG{name}"] for name in args.signals.split(",")]:
