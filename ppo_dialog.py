@@ -1370,7 +1370,7 @@ def load_dialogs(rows):
     """
     dialogs = []
     for row in rows:
-        utterances = [text.strip() for text in row["dialog"] or []]  # DailyDialog's end with a space
+        utterances = [(text or "").strip() for text in row.get("dialog") or []]  # they may end with a space
         if len(utterances) >= 2 and all(utterances):
             acts = row.get("act") or []
             dialogs.append((row, utterances, acts if len(acts) == len(utterances) else None))
