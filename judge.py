@@ -3,7 +3,7 @@
 This is TRL's judge_tldr.py with the flags, data and judges of rloo_tldr.py. Both rloo_tldr.py and check.py
 must lie next to this file. Nothing is trained. The posts and random numbers are those of the evaluation of
 rloo_tldr.py, whose final table has the same win rate. A judge is --judge-model (a reward model or a chat
-model) or --judge-fn.
+model) or --judge-fn. rloo_tldr.py too finds here how to ask a chat model (`ask_chat_model`).
 
     python judge.py                                            # the policy of recipe tiny, by its gold score
     python judge.py tiny --model-name-or-path RUN_FOLDER       # the same after training
@@ -11,8 +11,12 @@ model) or --judge-fn.
     python judge.py --model-name-or-path MODEL --judge-model JUDGE --judge-url URL    # a chat model there
 """
 
+import math
+import re
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import datasets
 import torch
@@ -21,6 +25,49 @@ from transformers import AutoModelForCausalLM
 
 import check
 import rloo_tldr
+
+QUESTION = """Which of two summaries of a forum post is better? A good summary is short, true to the post, \
+and keeps what matters most.
+
+{post}
+
+Summary A: {a}
+
+Summary B: {b}
+
+Answer with one letter, A or B, and nothing else."""
+
+
+def load_chat_judge(args):
+    """A chat model on an OpenAI-compatible server. -> a function of posts and responses: ask_chat_model"""
+    import openai
+
+    client = openai.OpenAI(base_url=args.judge_url, max_retries=4)  # its key is in OPENAI_API_KEY
+    return partial(ask_chat_model, client, args)
+
+
+def ask_chat_model(client, args, posts, responses):
+    """The verdicts of a chat model on an OpenAI-compatible server. -> fp32 [posts]
+
+    Judges often prefer the first summary, or the second, so the order is random. Temperature and token limit
+    are left to the server: some models reject any other value, and some think before they answer.
+    """
+    uniforms = torch.rand(len(posts), generator=rloo_tldr.generator_for(args.seed, "order of the two"))
+
+    def ask(post, response, response_is_a):
+        a, b = response.strip(), post["reference"].strip()
+        if not response_is_a:
+            a, b = b, a
+        question = QUESTION.format(post=rloo_tldr.plain_text(post["prompt"]), a=a, b=b)
+        messages = [{"role": "user", "content": question}]
+        [choice] = client.chat.completions.create(model=args.judge_model, messages=messages).choices
+        _, _, answer = (choice.message.content or "").rpartition("</think>")  # without its thoughts
+        # A verdict is the letter alone, as in "B", "**B**" or "Answer: B.".
+        verdict = re.fullmatch(r"(?:Answer|Summary|\W)*([AB])\W*", answer)
+        return math.nan if verdict is None else float((verdict[1] == "A") == response_is_a)
+
+    with ThreadPoolExecutor(8) as pool:
+        return torch.tensor(list(pool.map(ask, posts, responses, (uniforms < 0.5).tolist())))
 
 
 def no_rewards(examples, responses, response_tokens):

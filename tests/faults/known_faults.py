@@ -448,7 +448,7 @@ rloo_tldr.compare_scores: a tie is a win (trap 40)
   runs/test_evaluation_rloo.py::test_a_judge_of_scores_sees_both_texts_with_their_prompt
   - (ours == theirs), 0.5
   + (ours == theirs), 1.0
-rloo_tldr.ask_chat_model: a chat judge that prefers a place (trap 40)
+judge.ask_chat_model: a chat judge that prefers a place (trap 40)
   runs/test_rloo_tldr.py::test_a_chat_judge_reads_verdicts
   - float((verdict[1] == "A") == response_is_a)
   + float(verdict[1] == "A")
@@ -748,13 +748,9 @@ ppo_sentiment.parse_args: --resume accepts another scale of LoRA
   runs/test_resume.py::test_flags_of_a_resumed_run
   - and name not in MAY_CHANGE
   + and name not in (*MAY_CHANGE, "lora_alpha")
-ppo_sentiment.Run.start: a run goes back to fewer updates
-  runs/test_resume.py::test_resume_with_fewer_updates
-  - if state["update"] > self.updates:
-  + if False:
 sft.Run.start: a run empties all files in its folder that look like its own
   runs/test_resume.py::test_files_of_yours_stay_as_they_are
-  - self.logs()
+  - filter(Path.exists, self.logs)
   + self.folder.glob("*.jsonl")
 
 # GRPO
@@ -975,7 +971,7 @@ grpo_math.score_responses: functions get an answer without its beginning
   faults/test_public_reports.py::test_a_begun_answer_is_whole_for_rewards
   - beginning["content"] + response
   + response
-rloo_tldr.ask_chat_model: the thoughts of a judge count
+judge.ask_chat_model: the thoughts of a judge count
   faults/test_public_reports.py::test_a_judge_that_thinks_first
   - .rpartition("</think>")
   + .rpartition("</thought>")
@@ -1026,9 +1022,9 @@ ppo_sentiment.save_policy: an adapter is merged into 8-bit weights (KeyError)
   runs/test_ppo_sentiment.py::test_lora_on_a_base_in_8_bit
   - if not getattr(policy, "is_quantized", False)
   + if True
-rloo_tldr.ask_chat_model: the chat judge reads a list of messages
+judge.ask_chat_model: the chat judge reads a list of messages
   runs/test_evaluation_rloo.py::test_a_chat_judge_reads_the_text_of_a_chat
-  - post=plain_text(post["prompt"])
+  - post=rloo_tldr.plain_text(post["prompt"])
   + post=post["prompt"]
 ppo_sentiment.load_policy_and_value: a saved value head is not loaded (trap 35)
   runs/test_ppo_sentiment.py::test_the_value_head_survives_saving
@@ -1058,12 +1054,6 @@ ppo_sentiment.load_model: another activation than the model's
   math/test_log_probabilities.py::test_train_mode_has_no_dropout
   - nn.GELU("tanh")
   + nn.GELU()
-ppo_sentiment.check_model: a soft cap is not noticed
-  math/test_log_probabilities.py::test_a_model_that_does_more_is_refused
-  - 64 * logits)
-  -     logits = lm.eval()(ids).logits[0, :-1].float() / 64
-  + logits)
-  +     logits = lm.eval()(ids).logits[0, :-1].float()
 ppo_sentiment.check_model: any head is taken for a matrix product (trap 43)
   math/test_log_probabilities.py::test_a_model_that_does_more_is_refused
   - if not gap < 0.1:

@@ -181,7 +181,7 @@ def noise_in_train_mode(model):
 
 
 ODD = {
-    "Gemma2": lambda lm: odd_model("gemma2", final_logit_softcapping=100.0),  # shows in large logits only
+    "Gemma2": lambda lm: odd_model("gemma2", final_logit_softcapping=5.0),
     "Granite": lambda lm: odd_model("granite", logits_scaling=4.0),
     "Cohere": lambda lm: odd_model("cohere", logit_scale=0.25),
     "Gemma4": lambda lm: odd_model("gemma4_text", final_logit_softcapping=5.0),
