@@ -1471,6 +1471,14 @@ def has_question(chat):
     return "user" in roles[: [*roles, "assistant"].index("assistant")]
 
 
+USUAL_PROMPTS = ("question", "instruction", "query", "input", "messages", "context")
+
+
+def last_text(value):
+    """A text, or the last content of a chat."""
+    return value[-1].get("content") if is_messages(value) else value if isinstance(value, str) else None
+
+
 def prompts_elsewhere(x, rows):
     """Without a column prompt, it is what the responses have in common, or their first messages."""
     chats = [row for row, responses in rows if is_messages(responses[0]) and not has_question(responses[0])]
@@ -1479,13 +1487,24 @@ def prompts_elsewhere(x, rows):
     alone = [*chats, *texts]
     others = [name for name in x.columns if name not in ("chosen", "rejected", "responses")]
     others = [name for name in others if any(isinstance(row.get(name), (str, list)) for row in x.rows[:100])]
-    if chats or len(texts) > len(rows) / 2:
+    usual = [name for name in others if name in USUAL_PROMPTS]
+    # Responses that begin alike, but in all rows, as in "<answer>", with the question in another column.
+    begins = [os.path.commonprefix(responses) for row, responses in rows if not is_messages(responses[0])]
+    of_all = len(os.path.commonprefix(begins))
+    missed = []
+    for row, responses in rows:
+        begin = "" if is_messages(responses[0]) else os.path.commonprefix(responses)
+        questions = [last_text(row.get(name)) for name in usual]
+        if 0 < len(begin) < of_all + 8 and any(question and question not in begin for question in questions):
+            missed.append(row)
+    alone = alone or missed
+    if chats or len(texts) > len(rows) / 2 or len(missed) > len(rows) / 2:
         hint = f"rename one of {listed(others)} to prompt" if others else "add a column prompt"
         yield error(
             f"{x.args.dataset_name} has no column prompt, and the responses of {len(alone)} of {len(rows)} "
             f"rows hold none ({x.place(alone[0])}): {hint}"
         )
-    elif {*others} & {"question", "instruction", "query", "input", "messages", "context"}:
+    elif usual:
         yield remark(f"the prompt is the beginning that the responses share; {listed(others)} are not read")
 
 

@@ -1763,9 +1763,11 @@ def report_evaluation(run, tokenizer, turns, before, after):
         row = {"metric": name, "before": x, "after": metrics_after[name]}
         comparison.append(row | {"references": of_references.get(name, "")})
     run.table("held-out prompts", rows[:6])
-    run.table(f"{len(rows)} held-out prompts", comparison)
+    meteor = load_wordnet()[1]
+    limits = f"METEOR counts {meteor}; ROUGE reads only Latin letters, BLEU needs spaces between words"
+    run.table(f"{len(rows)} held-out prompts; {limits}", comparison)
     about = {"before": metrics_before, "after": metrics_after, "references": of_references, "n": len(rows)}
-    about["meteor"] = load_wordnet()[1]
+    about["meteor"] = meteor
     (run.folder / "evaluation.json").write_text(json.dumps(about, indent=2, default=float))
     lines = [json.dumps(row) + "\n" for row in rows]
     (run.folder / "evaluation_samples.jsonl").write_text("".join(lines))

@@ -255,6 +255,20 @@ def test_a_prompt_in_another_column(look):
     assert any("no column prompt" in text and "rename one of question" in text for text in texts(found))
 
 
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_a_prompt_in_another_column_of_responses_that_begin_alike(look, is_chat):
+    """What they share is no prompt."""
+    rows = []
+    for i in range(12):
+        question = f"How much is {i} plus {i}?"
+        question = [dict(role="user", content=question)] if is_chat else question
+        rows.append(
+            dict(messages=question, chosen=f"<answer>{2 * i}</answer>", rejected=f"<answer>{i}1</answer>")
+        )
+    found = look("reward_model", train_jsonl=rows[:9], test_jsonl=rows[9:])
+    assert any("no column prompt" in text and "rename one of messages" in text for text in texts(found))
+
+
 def test_chats_without_a_question(look):
     """Two answers of the assistant, and nothing that they answer."""
     good, bad = [[dict(role="assistant", content=text)] for text in ("Yes.", "No.")]
