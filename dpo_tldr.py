@@ -25,8 +25,8 @@ If you know reward_model.py and rloo_tldr.py, this is what changes (in the code:
    and usually do: logps/chosen shows it.
 6. What the policy writes is sampled only before and after training, for the same held-out posts and with the
    same random numbers. rloo_tldr.py uses the same posts and numbers if its --dataset-name is this script's
-   --eval-dataset-name, if --seed, --num-eval-prompts and --response-length agree, and if no post is too long
-   for either script. Then their final tables can be compared. (This script also counts the reference
+   --eval-dataset-name, if --num-eval-prompts and --response-length agree, and if no post is too long for
+   either script. Then their final tables can be compared. (This script also counts the reference
    summary: --max-length.)
 
 Columns of the data set, one of:
@@ -136,6 +136,7 @@ class Args:
 
     # Data
     dataset_name: str = "trl-lib/ultrafeedback_binarized"  # columns [prompt,] chosen, rejected | responses
+    num_train_rows: int | None = None  # train on N rows of the data, drawn at random; None: on all
     chat_template_kwargs: str | None = None  # template options, in JSON: {"enable_thinking": false}
     max_length: int = 1024  # pairs in which a prompt and response have more tokens are left out
     num_eval_pairs: int = 1_000  # held-out pairs, at most
@@ -204,14 +205,15 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta, label_smoothing=0
 def pair_metrics(logprobs, ref_logprobs, beta):
     """Metrics of TRL's DPOTrainer, of each pair. [N, 2], [N, 2]: chosen, rejected -> dict of [N]
 
-    A reward is the score that the policy implies: see dpo_loss.
+    A reward is the score that the policy implies: see dpo_loss. Before training, all rewards are 0, and a tie
+    is half right, as in the win rate. (In TRL, it is wrong.)
     """
     chosen, rejected = logprobs.unbind(1)
     chosen_reward, rejected_reward = (beta * (logprobs - ref_logprobs)).unbind(1)
     return {
         "rewards/chosen": chosen_reward,
         "rewards/rejected": rejected_reward,
-        "rewards/accuracies": (chosen_reward > rejected_reward).float(),
+        "rewards/accuracies": (chosen_reward > rejected_reward) + 0.5 * (chosen_reward == rejected_reward),
         "rewards/margins": chosen_reward - rejected_reward,
         "logps/chosen": chosen,
         "logps/rejected": rejected,
@@ -249,12 +251,14 @@ def train(args):
     tokenizer = load_tokenizer(args.model_name_or_path)
     set_template_options(tokenizer, args)
     train_rows, held_out_rows = load_splits(args.dataset_name)
+    if args.num_train_rows is not None:  # the same ones for every --seed
+        train_rows = random.Random(0).sample(train_rows, min(args.num_train_rows, len(train_rows)))
     # A pair is a dict. ids: tokens of the prompt; responses: tokens of the chosen and of the rejected one,
     # each with its EOS. A post has the same form, with one response: the reference summary.
     train_pairs = load_pairs(train_rows, tokenizer, args)
-    held_out_rows = choose_rows(held_out_rows, args.num_eval_pairs, args.seed)
+    held_out_rows = choose_rows(held_out_rows, args.num_eval_pairs)
     held_out_pairs = load_pairs(held_out_rows, tokenizer, args)
-    posts = choose_rows(load_eval_posts(held_out_pairs, tokenizer, args), args.num_eval_prompts, args.seed)
+    posts = choose_rows(load_eval_posts(held_out_pairs, tokenizer, args), args.num_eval_prompts)
     updates = max(1, round(args.num_train_epochs * len(train_pairs) / B))
     # What the progress bar shows: label -> metric.
     status = {"loss": "loss", "accuracy": "rewards/accuracies", "margin": "rewards/margins"}
@@ -275,9 +279,13 @@ def train(args):
         f"= {B} pairs; {updates} optimizer steps"
     )
 
-    # The policy is still the reference here, with --resume too: run.start loads a checkpoint only below.
+    # The policy is still the reference here, with --resume too: run.start loads a checkpoint only below. With
+    # less than an epoch, not all pairs are needed.
+    needed = stream_rows(len(train_pairs), 0, min(updates * B, len(train_pairs)), args.seed).sort().values
+    ref_logprobs = torch.zeros(len(train_pairs), 2)  # [N, 2]: chosen, rejected
     with autocast:
-        ref_logprobs = pair_logprobs(model, train_pairs, args, accelerator)  # [N, 2]: chosen, rejected
+        needed_pairs = [train_pairs[i] for i in needed.tolist()]
+        ref_logprobs[needed] = pair_logprobs(model, needed_pairs, args, accelerator)
         held_out_ref_logprobs = pair_logprobs(model, held_out_pairs, args, accelerator)
 
     def evaluate():
@@ -330,6 +338,7 @@ def train(args):
                 )  # [n]
                 loss = losses.sum() / B
                 # We want the sum, but DDP averages over processes and accelerate over micro-batches.
+                # With 2 processes and 4 micro-batches, they divide by 2 and 4, so multiply by 8.
                 accelerator.backward(loss * world * args.gradient_accumulation_steps)
 
             if update == 1:  # no optimizer step yet: the policy is the reference, up to rounding
@@ -386,8 +395,9 @@ def evaluate_samples(policy, posts, tokenizer, args, accelerator, ref_model):
     policy.eval()
     device, T = accelerator.device, args.response_length
     stop_ids = end_tokens(policy, tokenizer).to(device)
-    # One random number per token. With the same posts, seed and T, rloo_tldr.py draws the same ones.
-    generator = generator_for(args.seed, "tokens", "held-out")
+    # One random number per token, the same for every --seed. With the same posts and T, rloo_tldr.py draws
+    # the same ones.
+    generator = generator_for(0, "tokens", "held-out")
     uniforms = torch.rand(len(posts), T, dtype=torch.float64, generator=generator).to(device)
     rows = []
     with accelerator.split_between_processes(torch.arange(len(posts))) as share:
@@ -553,9 +563,9 @@ def load_eval_posts(pairs, tokenizer, args):
     return posts
 
 
-def choose_rows(rows, count, seed):
-    """`count` of the rows, or all if there are fewer, in random order."""
-    return [rows[i] for i in stream_rows(len(rows), 0, min(count, len(rows)), seed)]
+def choose_rows(rows, count):
+    """`count` of the rows, or all if there are fewer, in random order: the same ones for every --seed."""
+    return [rows[i] for i in stream_rows(len(rows), 0, min(count, len(rows)), seed=0)]
 
 
 def read_preferences(rows):
@@ -611,12 +621,17 @@ def find_prompt(row, responses):
 def tokenize_pair(tokenizer, prompt, responses):
     """Token ids of a prompt and of the responses to it, as in rollouts. -> dict(ids, responses)
 
-    A text is prompt, response, EOS, each tokenized alone. A chat is tokenized as a whole, and ends as its
-    chat template ends it. If the prompt is empty, it is what the responses have in common.
+    A text is prompt, response, EOS, each tokenized alone. A chat is tokenized as a whole. It ends with the
+    special token that ends a turn or, if its chat template writes none, with EOS. If the prompt is empty, it
+    is what the responses have in common.
     """
     if is_chat(responses[0]):
-        chats = [render_chat(tokenizer, prompt + response) for response in responses]
+        # rstrip: a turn ends in "<|im_end|>\n", but a policy stops at <|im_end|>, so "\n" has no score.
+        chats = [render_chat(tokenizer, prompt + response).rstrip() for response in responses]
+        added = tokenizer.added_tokens_decoder.items()
+        special = {i for i, token in added if token.special} - {tokenizer.unk_token_id}
         texts = tokenizer(chats, add_special_tokens=False).input_ids
+        texts = [ids if ids[-1] in special else with_eos(ids, tokenizer) for ids in texts]
         prompt = prompt + responses[0][:-1]  # all messages but the last one
     else:
         response_ids = tokenizer(responses, add_special_tokens=False).input_ids
@@ -921,10 +936,17 @@ def resolve_path(name):
 
 
 def load_model(auto_class, name, **kwargs):
-    """A model in fp32 without dropout. Some kinds of layers are replaced by faster equivalents."""
+    """A model in fp32 without dropout; a LoRA adapter is merged in. Faster layers replace some of its own."""
     path = resolve_path(name)
     if transformers.utils.peft_utils.find_adapter_config_file(path) is not None:
-        raise UserError(f"{name} is a LoRA adapter: merge it first (docs/running.md, LoRA)")
+        import peft
+
+        saved = peft.PeftConfig.from_pretrained(path)
+        kwargs |= dict(revision=saved.revision)
+        base = load_model(auto_class, saved.base_model_name_or_path, **kwargs)
+        model = peft.PeftModel.from_pretrained(base, path).merge_and_unload().requires_grad_(True)
+        model.name_or_path = path  # the base of a new adapter
+        return model
     device = accelerate.PartialState().device
     if device.type == "cuda":  # else the models of all processes would be in the CPU's memory first
         kwargs["device_map"] = {"": device}
@@ -1037,6 +1059,7 @@ def save_policy(policy, tokenizer, folder):
         policy.float()  # frozen weights may be in bf16
         if hasattr(policy, "merge_and_unload"):
             policy.save_pretrained(folder.parent / "adapter")
+            tokenizer.save_pretrained(folder.parent / "adapter")
             policy = policy.merge_and_unload()
     policy.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
