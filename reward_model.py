@@ -614,9 +614,9 @@ def preference_ids(tokenizer, prompt, responses, max_length):
 
     Texts: a response begins with its own space. EOS is appended even to a response that was cut off at its
     length limit, because the score is read there. Lists of messages: prompt and response are one chat, which
-    ends as its template ends it. If a text is longer than max_length, the prompt loses its first tokens, but
-    not BOS. All responses lose the same ones, so that they are compared after the same prompt. For example,
-    with max_length 5:
+    ends as its template ends it, as in TRL (in ChatML, the score is read at the last line break). If a text
+    is longer than max_length, the prompt loses its first tokens, but not BOS. All responses lose the same
+    ones, so that they are compared after the same prompt. For example, with max_length 5:
 
         BOS p q r a EOS        ->    BOS r a EOS
         BOS p q r b c EOS      ->    BOS r b c EOS
