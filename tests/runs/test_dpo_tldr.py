@@ -27,6 +27,7 @@ CHAT_TEMPLATE += "{% if add_generation_prompt %}<assistant>{% endif %}"
 def tokenizer(tiny_lm):
     loaded = AutoTokenizer.from_pretrained(tiny_lm())
     loaded.chat_template = CHAT_TEMPLATE
+    loaded.add_tokens("<end>", special_tokens=True)
     return loaded
 
 

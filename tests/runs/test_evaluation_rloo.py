@@ -49,7 +49,7 @@ FLAGS = dict(  # of the run that most tests look at; 20 episodes are rounded up 
     rloo_k=K,
     response_length=T,
     max_prompt_length=40,
-    temperature=0.8,
+    temperature=0.7,
     score_clip=2.0,
     missing_eos_penalty=1.5,
     kl_coef=0.3,
@@ -394,9 +394,10 @@ def test_the_final_table_by_hand(trained, part):
     assert set(run.table[part]) == set(expected)
     for name, x in expected.items():
         assert run.table[part][name] == pytest.approx(x, rel=1e-3, abs=1e-5), name
-    assert 0 < expected["ended by itself"] < 1 and 0 < expected["win rate"] < 1
+    assert 0 < expected["win rate"] < 1
+    assert part == "after" or 0 < expected["ended by itself"] < 1
     assert (run.table["n"], run.table["judge"]) == (6, run.args.judge_fn)
-    assert run.table["decoding"] == "sampling, temperature 0.8, at most 9 tokens"
+    assert run.table["decoding"] == "sampling, temperature 0.7, at most 9 tokens"
 
 
 def test_the_posts_of_the_evaluation(trained):
