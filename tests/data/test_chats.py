@@ -162,7 +162,7 @@ def test_a_template_without_an_end_of_turn():
     assert tokenizer.decode(ids) == "user: Hm?\nassistant:<|im_end|>"  # nothing but the end
 
 
-@pytest.mark.parametrize("template", [None, WITHOUT_END])
+@pytest.mark.parametrize("template", [None, WITHOUT_END], ids=["own", "without end"])
 def test_what_dpo_scores_is_what_is_learned(scripts, family, template):
     """The answer and its end, token by token: no "\n" after it, and EOS if the template writes no end."""
     tokenizer = build_tokenizer(family)

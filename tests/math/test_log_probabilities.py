@@ -375,7 +375,7 @@ def test_plain_transformers_loads_what_is_saved(tiny_lm, noisy, tmp_path, rank):
     expected = both_logprobs(policy, policy)[0]
     ppo.save_policy(policy, transformers.AutoTokenizer.from_pretrained(tiny_lm()), tmp_path / "model")
     saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval()
-    close(expected_logprobs(saved)[0], expected, **near)
+    close(expected_logprobs(saved)[0], expected, atol=1e-4, rtol=0)  # merging rounds
     configs = [json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "model")]
     assert configs[0] == configs[1]
     assert (tmp_path / "adapter/adapter_model.safetensors").exists() == bool(rank)
