@@ -18,6 +18,7 @@ The file is a list of small functions (CHECKS). Each looks at one thing and yiel
 Inputs: the script, its flags and, loaded once, its data, tokenizer and configs.
 """
 
+import ast
 import contextlib
 import csv
 import gzip
@@ -31,11 +32,15 @@ import math
 import os
 import random
 import re
+import statistics
 import string
 import sys
 import tempfile
+import textwrap
+import threading
 import time
 from collections import Counter
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
@@ -182,10 +187,11 @@ class Inputs:
     @once
     def config_of(self, name):
         """The config of a model; that of its base model if the folder holds an adapter."""
-        adapter = Path(self.path(name), "adapter_config.json")
-        if adapter.exists() and not Path(self.path(name), "config.json").exists():
-            name = json.loads(adapter.read_text())["base_model_name_or_path"]
-        return self.load(name, "config.json", transformers.AutoConfig.from_pretrained)
+        adapter = adapter_in(self, name)
+        if adapter is None:
+            return self.load(name, "config.json", transformers.AutoConfig.from_pretrained)
+        load = partial(transformers.AutoConfig.from_pretrained, revision=adapter.get("revision"))
+        return self.load(adapter["base_model_name_or_path"], "config.json", load)
 
     @property
     def config(self):
@@ -277,6 +283,11 @@ class Inputs:
         return self.splits(self.args.dataset_name)[1]
 
     @property
+    def harder(self):
+        """The held-out rows of --hard-dataset-name, which grpo_math.py solves too."""
+        return self.splits(self.args.hard_dataset_name)[1] if self.flag("hard_dataset_name") else []
+
+    @property
     def rows(self):
         return self.train + self.held_out
 
@@ -298,10 +309,13 @@ class Inputs:
         numbers = {i * len(rows) // most for i in range(most)} | {*longest}
         return [rows[i] for i in sorted(numbers)]
 
+    def rows_of(self, split):
+        return {"train": self.train, "held-out": self.held_out, "harder": self.harder}[split]
+
     @once
     def examples(self, split):
         """What the script makes of the rows of a split (of some, if there are many). -> list of Example"""
-        rows = self.train if split == "train" else self.held_out
+        rows = self.rows_of(split)
         sample = self.sample(rows)
         examples = self.examples_of(sample)
         if any(example.is_kept for example in examples) or len(sample) == len(rows):
@@ -539,6 +553,7 @@ def preference_examples(x, rows):
             yield Example(row, [], [], reason="fewer than two responses, or empty ones")
             continue
         prompt, responses = complete[id(row)]
+        note = ""
         if x.kind == "dpo":
             pair = x.script.tokenize_pair(x.tokenizer, prompt, [responses[0], responses[-1]])
             ids, texts = pair["ids"], pair["responses"]
@@ -549,6 +564,9 @@ def preference_examples(x, rows):
             length = len(os.path.commonprefix(texts))
             ids, texts = texts[0][:length], [text[length:] for text in texts]
             longest, limit = 0, 1
+            if length + max(map(len, texts)) == x.args.max_length:
+                note = f"cut to --max-length {x.args.max_length}, without the beginning of the prompt"
+                note += ", through headers of the chat" if is_messages(responses[0]) else ""
         reason = ""
         if texts[0] == texts[-1]:
             reason = "the responses are equal"
@@ -556,7 +574,7 @@ def preference_examples(x, rows):
             reason = "the prompt is empty, and the responses have no common beginning"
         elif longest > limit:
             reason = f"more than --max-length {limit} tokens"
-        yield Example(row, ids, texts[0], prompt=prompt, other=texts[-1], reason=reason)
+        yield Example(row, ids, texts[0], prompt=prompt, other=texts[-1], reason=reason, note=note)
 
 
 def reward_model_examples(x, rows):
@@ -850,13 +868,24 @@ def check_functions(x):
                 yield error(f"{flag_name(flag)} {name}: there is another module {path.stem}; rename the file")
 
 
+def adapter_in(x, name):
+    """The config of the LoRA adapter in a folder without a model; None if there is none. -> dict or None"""
+    folder = Path(x.path(name))
+    if not (folder / "adapter_config.json").exists() or (folder / "config.json").exists():
+        return None
+    return json.loads((folder / "adapter_config.json").read_text())
+
+
 def check_adapters(x):
-    """An adapter alone is not a model."""
+    """The scripts merge a policy's adapter into its base model. Others are not models."""
     for flag, name in models_of(x).items():
-        folder = find_path(x, name)
-        if folder and (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
-            task = json.loads((folder / "adapter_config.json").read_text()).get("task_type")
-            kind = "SequenceClassification" if task == "SEQ_CLS" else "CausalLM"
+        adapter = adapter_in(x, name)
+        if adapter is None:
+            continue
+        task = adapter.get("task_type")
+        kind = "SequenceClassification" if task == "SEQ_CLS" else "CausalLM"
+        is_policy = flag in ("model_name_or_path", "sft_model_path") and x.kind != "reward_model"
+        if not is_policy or kind != "CausalLM" or x.flag("load_in_8bit"):
             yield error(
                 f'{flag_name(flag)} {name} is a LoRA adapter without its model. Merge it: python -c "'
                 f"import peft; peft.AutoPeftModelFor{kind}.from_pretrained('{name}').merge_and_unload()"
@@ -1050,25 +1079,26 @@ def check_loading(x):
     for name in x.data_sets.values():
         x.splits(name)
     if not x.train:
-        yield error(f"{x.args.dataset_name}: there are no training rows")
+        splits = [name for name in x.other_splits.get(x.args.dataset_name, {}) if name != "reader"]
+        hint = f", but the splits {listed(splits)}: save them as train.jsonl and test.jsonl" if splits else ""
+        yield error(f"{x.args.dataset_name}: there are no training rows{hint}")
     if not x.held_out:
         yield error(f"{x.args.dataset_name}: there are no held-out rows")
 
 
 def check_kept_rows(x):
     """Rows that are left out, with the reason and the first one; an error if none is left."""
-    for split, rows in (("train", x.train), ("held-out", x.held_out)):
-        if not rows:
+    for split in ("train", "held-out", "harder"):
+        if not x.rows_of(split):
             continue
         examples = x.examples(split)
         left_out = [example for example in examples if example.reason]
+        name = x.args.hard_dataset_name if split == "harder" else x.args.dataset_name
         if examples and len(left_out) == len(examples):
             why = Counter(example.reason for example in left_out).most_common(1)[0][0]
             kind, template = "training" if split == "train" else split, x.flag("prompt_template")
             hint = f"; --prompt-template: {template!r}" if x.kind in ("grpo", "tools") else ""
-            yield error(
-                f"{x.args.dataset_name}: no {kind} row can be used: {why}. Columns: {listed(x.columns)}{hint}"
-            )
+            yield error(f"{name}: no {kind} row can be used: {why}. Columns: {listed(x.columns)}{hint}")
         for reason in dict.fromkeys(example.reason for example in left_out):
             alike = [example for example in left_out if example.reason == reason]
             count = f"{len(alike)} of {looked_at(x, split, examples)} {split} rows are left out"
@@ -1193,7 +1223,7 @@ def chats_of(x):
     for column in MESSAGE_COLUMNS:
         if column not in x.columns or column not in read_by_script(x):
             continue
-        for row in x.rows:
+        for row in x.rows + x.harder:
             value = row.get(column)
             chats = value if column == "responses" and isinstance(value, list) else [value]
             found += [(row, column, chat) for chat in chats if is_messages(chat)]
@@ -1232,6 +1262,12 @@ def check_messages(x):
     for row, column, chat in chats_of(x):
         for message in chat:
             others = {key for key, value in message.items() if value not in (None, "", [], {})} - read_keys
+            if (
+                message.get("content") is None
+                and message.get("tool_calls")
+                and writes_calls_alone(x, message)
+            ):
+                continue
             if not isinstance(message.get("content"), str):
                 problem, fix = "content", "the content of a message must be a text"
             elif others:
@@ -1242,6 +1278,16 @@ def check_messages(x):
             if problem not in seen:
                 seen.add(problem)
                 yield error(f"{x.place(row)}, column {column}: {fix}: {short(message, 100)}")
+
+
+def writes_calls_alone(x, message):
+    """True if the template writes a message with calls alike, whether its content is null or empty."""
+    texts = []
+    for content in (None, ""):
+        chat = [{"role": "user", "content": "Q"}, message | {"content": content}]
+        with contextlib.suppress(Exception):
+            texts.append(x.tokenizer.apply_chat_template(chat, tokenize=False))
+    return len(texts) == 2 and texts[0] == texts[1]
 
 
 def check_roles(x):
@@ -1279,6 +1325,12 @@ def check_begun_answers(x):
     for row, column, chat in chats_of(x):
         if column != "prompt" or chat[-1].get("role") != "assistant":
             continue
+        if is_blank(chat[-1].get("content")):
+            yield error(
+                f"{x.place(row)}: the prompt ends with an empty message of the assistant, which some chat "
+                "templates write otherwise than the beginning of an answer: remove it"
+            )
+            return
         if x.kind in ("dpo", "reward_model", "sft", "tools"):
             yield error(
                 f"{x.place(row)}: the prompt ends with the assistant: move that message to the response"
@@ -1289,7 +1341,7 @@ def check_begun_answers(x):
                 x.script.tokenize_prompt(x.tokenizer, chat)
         except Exception as problem:
             yield error(f"{x.place(row)}: the chat template cannot go on with a begun answer ({problem})")
-        return
+            return
 
 
 def check_template_options(x):
@@ -1342,14 +1394,21 @@ def chat_of_completion(row):
 
 
 def check_end_of_answers(x):
-    """A template without a token that ends an answer: then nothing in a chat teaches a policy to stop."""
+    """A template without a token that ends an answer, or with more text after it."""
     if not chats_of(x):
         return
-    end = end_in_template(x)
-    if end and not {*end} & special_ids(x.tokenizer):
+    end, special = end_in_template(x), special_ids(x.tokenizer)
+    places = [place for place, token in enumerate(end) if token in special]
+    if not places:
+        text = f"with {x.tokenizer.decode(end)!r}, which has no control token" if end else "with nothing"
         yield remark(
-            f"the chat template ends an answer with {x.tokenizer.decode(end)!r}, which has no control token; "
-            f"a response ends at {x.tokenizer.eos_token!r} instead"
+            f"the chat template ends an answer {text}; a response ends at {x.tokenizer.eos_token!r} instead, "
+            "and only the last answer of a chat teaches this end"
+        )
+    elif x.kind in ("sft", "dpo") and (after := x.tokenizer.decode(end[places[0] + 1 :]).strip()):
+        yield remark(
+            f"after {x.tokenizer.decode(end[places[0]])!r}, where a response ends, the chat template writes "
+            f"{after!r}: it is learned after the last answer, although no rollout has it"
         )
 
 
@@ -1463,6 +1522,51 @@ def contradictions(x, rows):
             f"{len(against)} of {len(rows)} rows contradict another one: the same prompt, with chosen and "
             f"rejected exchanged; the first are {x.place(first)} and {x.place(second)}"
         )
+
+
+def check_shuffled(x):
+    """Responses of other rows: a good one shares more words with its own prompt than with another one.
+
+    It is measured, and said only if one of the columns chosen and rejected does so clearly, and the other one
+    does not.
+    """
+    if not uses_preferences(x):
+        return
+    rows = [(row["prompt"], row["chosen"], row["rejected"]) for row in x.sample(x.rows) if is_full_pair(row)]
+    if len(rows) < 50:
+        return
+    prompts, *responses = [[words_of(value) for value in column] for column in zip(*rows)]
+    surplus = {name: own_surplus(prompts, column) for name, column in zip(("chosen", "rejected"), responses)}
+    for name, other in (("chosen", "rejected"), ("rejected", "chosen")):
+        if surplus[name] < 2 and surplus[other] > 8:
+            yield remark(
+                f"the column {name} shares no more words with its own prompt than with those of other rows "
+                f"({surplus[name]:.1f} standard errors more; {other}: {surplus[other]:.1f}): was it shuffled?"
+            )
+
+
+def is_full_pair(row):
+    return not any(is_blank(row.get(column)) for column in ("prompt", "chosen", "rejected"))
+
+
+def words_of(value):
+    """The longer words of a text or a chat. -> set"""
+    if is_messages(value):
+        value = " ".join(str(message.get("content")) for message in value)
+    return {*re.findall(r"\w{4,}", str(value).lower())}
+
+
+def own_surplus(prompts, responses):
+    """How much more of its words a response shares with its prompt than with another, in standard errors."""
+    half = len(prompts) // 2
+    others = prompts[half:] + prompts[:half]
+    differences = [
+        (len(words & own) - len(words & other)) / max(len(words), 1)
+        for words, own, other in zip(responses, prompts, others)
+    ]
+    differences = torch.tensor(differences, dtype=torch.float64)
+    error_of_mean = differences.std() / len(differences) ** 0.5
+    return (differences.mean() / error_of_mean.clamp(min=1e-9)).item()
 
 
 def has_question(chat):
@@ -1587,9 +1691,35 @@ def check_classes(x):
                 f"{x.place(row)}: label {label!r} is none of {listed(dict.fromkeys(map(str, known)))}"
             )
             return
+    yield from reversed_sentiments(x, used, labels, known)
     counts = Counter(str(row.get("label")) for row in used)
     if counts and min(counts.values()) < 0.02 * len(used):
         yield remark(f"rows per label are uneven: {dict(counts.most_common(8))}")
+
+
+GOOD = {*"good great excellent love loved wonderful best beautiful perfect brilliant enjoyed fun".split()}
+BAD = {*"bad worst awful terrible boring poor waste stupid horrible dull worse fails".split()}
+
+
+def reversed_sentiments(x, rows, names, class_of):
+    """Names in the wrong order, measured for positive and negative only: by a few words that tell."""
+    if {name.lower() for name in names} != {"positive", "negative"}:
+        return
+    moods = {"positive": [], "negative": []}
+    for row in x.sample(rows):
+        words = re.findall(r"[a-z]+", row["text"].lower())
+        mood = sum((word in GOOD) - (word in BAD) for word in words)
+        moods[names[class_of[row["label"]]].lower()].append(float(mood))
+    if min(map(len, moods.values())) < 20:
+        return
+    means = {name: statistics.fmean(values) for name, values in moods.items()}
+    errors = [statistics.variance(values) / len(values) for values in moods.values()]
+    if means["negative"] - means["positive"] > 5 * sum(errors) ** 0.5:
+        yield remark(
+            "are --label-names in the wrong order? Of words such as great, less those such as awful, texts "
+            f"that are named negative have {means['negative']:.2f}, and those named positive "
+            f"{means['positive']:.2f}"
+        )
 
 
 def check_dialogs(x):
@@ -2017,11 +2147,32 @@ def scorers(x):
     made = {}
     for flag, names in scored_names(x).items():
         if x.kind == "tools":
-            get_scores = script.load_reward(x.args, state, cpu)
+            load, script.load_functions = script.load_functions, partial(load_listing, script.load_functions)
+            try:
+                get_scores = script.load_reward(x.args, state, cpu)
+            finally:
+                script.load_functions = load
             made[flag] = partial(score_tools, x, get_scores)
             continue
-        made[flag] = partial(score_texts, x, (script.load_functions(names), state, cpu))
+        made[flag] = partial(score_texts, x, (load_listing(script.load_functions, names), state, cpu))
     return made
+
+
+def load_listing(load_functions, names):
+    """The functions, which now raise if they return a mapping (list() takes its keys), a set or a text."""
+    functions = load_functions(names)
+    return {name: lists_only(name, function) for name, function in functions.items()}
+
+
+def lists_only(name, function):
+    @wraps(function)
+    def call(*inputs, **columns):
+        scores = function(*inputs, **columns)
+        if isinstance(scores, (Mapping, Set, str)):
+            raise TypeError(f"{name} returned a {type(scores).__name__}, not a list of numbers")
+        return scores
+
+    return call
 
 
 def score_texts(x, inputs, rows, responses):
@@ -2063,10 +2214,7 @@ def score_tools(x, get_scores, rows, responses):
 
 def scored_rows(x):
     """Rows that a run may score: they have a prompt. -> list"""
-    rows = x.rows
-    if x.flag("hard_dataset_name"):
-        rows = rows + x.splits(x.args.hard_dataset_name)[1]
-    return [row for row in rows if not is_blank(start_of(x, row))]
+    return [row for row in x.rows + x.harder if not is_blank(start_of(x, row))]
 
 
 def check_rewards(x):
@@ -2272,7 +2420,7 @@ def check_judge_of_dpo(x):
         return
     responses = [reference_of(row) or row.get("chosen") or " A short text." for row in rows]
     with own_modules(), quiet():
-        [judge] = x.script.load_functions([x.args.judge_fn]).values()
+        [judge] = load_listing(x.script.load_functions, [x.args.judge_fn]).values()
         inputs = dict(prompts=[row["prompt"] for row in rows], completions=responses)
         failure = failure_of(lambda *unused: {"judge": list(map(float, judge(**inputs)))}, rows, responses)
     if failure is not None:
@@ -2355,6 +2503,10 @@ def check_tool(name, function):
         yield error(f"tool {name} is async: its result would be a coroutine; write a plain function")
     elif inspect.isgeneratorfunction(function):
         yield error(f"tool {name} is a generator: return its result instead of yielding it")
+    elif returns_nothing(function):
+        prints = "print" in inspect.unwrap(function).__code__.co_names
+        text = "prints its result: return it" if prints else "returns nothing"
+        yield (error if prints else remark)(f"tool {name} {text}; the policy would read None")
     try:
         schema = transformers.utils.get_json_schema(function)["function"]
     except Exception as problem:
@@ -2365,6 +2517,99 @@ def check_tool(name, function):
         return
     if schema["name"] != name:
         yield error(f"tool {name}: its __name__ is {schema['name']}, a tool that could not be called")
+
+
+def returns_nothing(function):
+    """True if a function has no return statement with a value; False if its source is not known."""
+    try:
+        [definition] = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    except (OSError, TypeError, SyntaxError):
+        return False
+    if not isinstance(definition, ast.FunctionDef):
+        return False
+    return not any(isinstance(node, ast.Return) and node.value is not None for node in ast.walk(definition))
+
+
+# Made-up arguments of tools, by their JSON type.
+ARGUMENTS = {
+    "integer": (1, 0, 50),
+    "number": (1.5, 0.0, 50.0),
+    "string": ("1", "", "a"),
+    "boolean": (True, False, True),
+    "array": ([], [1], ["a"]),
+    "object": ({}, {"a": 1}, {}),
+}
+FAULTS_OF_CODE = (AttributeError, NameError, ImportError)  # whatever a policy's arguments are
+
+
+def check_environment(x):
+    """Call the tools of --environment with made-up arguments: do all calls fail, or change other objects?"""
+    if x.kind != "tools" or not x.args.environment:
+        return
+    make_tools, schemas = x.tools
+    rows = [row for row in x.sample(x.train) if not is_blank(prompt_of(x, row))]
+    if not rows:
+        return
+    problems = {}
+    with own_modules(), quiet():
+        _, first = make_tools(rows[0])
+        before = class_values(first)
+        _, second = make_tools(rows[-1])
+        for schema in schemas:
+            function = schema["function"]
+            if hasattr(second, function["name"]):
+                problems[function["name"]] = call_made_up(second, function)
+        after = class_values(first)
+    for name in before:
+        if after[name] != before[name]:
+            yield (remark if name.startswith("_") else error)(
+                f"--environment: reset or a call of one object changes {name} of all objects, because it "
+                f"belongs to the class: set it in reset, as self.{name}"
+            )
+    for name, found in problems.items():
+        if found and all(found):
+            is_code = all(isinstance(problem, FAULTS_OF_CODE) for problem in found)
+            text = f"{type(found[0]).__name__}: {short(str(found[0]), 150)}"
+            yield (error if is_code else remark)(
+                f"--environment: all {len(found)} calls of {name} with made-up arguments fail: {text}"
+            )
+
+
+def class_values(environment):
+    """The values of an object's class attributes, as texts. -> dict: name -> str"""
+    found = {}
+    for one in type(environment).__mro__[:-1]:
+        for name, value in vars(one).items():
+            if not name.startswith("__") and not inspect.isroutine(value) and not isinstance(value, property):
+                found.setdefault(name, short(repr(value), 10_000))
+    return found
+
+
+def call_made_up(environment, function):
+    """Call a tool three times. -> list of what went wrong, None: nothing did; empty if it takes too long"""
+    found = []
+    parameters = function["parameters"]
+    schemas = {name: parameters["properties"][name] for name in parameters.get("required", [])}
+
+    def call():
+        for i in range(3):
+            arguments = {name: made_up(schema, i) for name, schema in schemas.items()}
+            try:
+                getattr(environment, function["name"])(**arguments)
+                found.append(None)
+            except Exception as problem:
+                found.append(problem)
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(QUICK_SECONDS)
+    return [] if thread.is_alive() else found
+
+
+def made_up(schema, i):
+    """Value number i for an argument with this schema."""
+    values = schema.get("enum") or ARGUMENTS.get(str(schema.get("type")), ARGUMENTS["string"])
+    return values[i % len(values)]
 
 
 def check_tool_format(x):
@@ -2506,17 +2751,25 @@ CHECKS = [
     *(check_adapters, check_files, check_splits, check_loading, check_reward_weights),
     *(check_flags_without_effect, check_tools, check_template_options, check_tokenizer, check_chat_texts),
     *(check_messages, check_roles, check_chat_columns, check_columns_of_one_row, check_begun_answers),
-    *(check_preferences, check_completions, check_labels, check_dialogs, check_kept_rows, check_two_bos),
+    *(
+        check_preferences,
+        check_shuffled,
+        check_completions,
+        check_labels,
+        check_dialogs,
+        check_kept_rows,
+        check_two_bos,
+    ),
     *(check_held_out, check_amount, check_blank_values, check_unread_columns, check_learned_answers),
     *(check_end_of_answers, check_control_tokens, check_vocabulary, check_stop_tokens, check_from_config),
     *(check_context, check_logits, check_quantized, check_lora, check_shared_layers, check_critic),
     *(check_reward_models, check_column_names, check_rewards, check_judge_of_dpo),
-    *(check_system_prompt, check_tool_format, check_memory),
+    *(check_system_prompt, check_tool_format, check_environment, check_memory),
 ]
 # What yields only remarks, so errors() leaves it out.
 ONLY_REMARKS = (
     *(check_flags_without_effect, check_amount, check_blank_values, check_unread_columns),
-    *(check_learned_answers, check_end_of_answers, check_control_tokens),
+    *(check_learned_answers, check_end_of_answers, check_control_tokens, check_shuffled),
 )
 
 
@@ -2661,7 +2914,7 @@ def show_data(x):
 
 def looked_at(x, split, examples):
     """How many examples were made, and whether that is a sample of the rows."""
-    rows = x.train if split == "train" else x.held_out
+    rows = x.rows_of(split)
     is_sample = len({id(example.row) for example in examples}) < len(rows)
     return f"{len(examples)} (a sample of {len(rows):,} rows)" if is_sample else str(len(examples))
 

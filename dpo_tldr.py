@@ -25,8 +25,8 @@ If you know reward_model.py and rloo_tldr.py, this is what changes (in the code:
    and usually do: logps/chosen shows it.
 6. What the policy writes is sampled only before and after training, for the same held-out posts and with the
    same random numbers. rloo_tldr.py uses the same posts and numbers if its --dataset-name is this script's
-   --eval-dataset-name, if --seed, --num-eval-prompts and --response-length agree, and if no post is too long
-   for either script. Then their final tables can be compared. (This script also counts the reference
+   --eval-dataset-name, if --num-eval-prompts and --response-length agree, and if no post is too long for
+   either script. Then their final tables can be compared. (This script also counts the reference
    summary: --max-length.)
 
 Columns of the data set, one of:
@@ -45,9 +45,9 @@ The loss is the same, but without --eval-dataset-name, the samples of the policy
     python dpo_tldr.py --resume RUN_FOLDER         # continue a stopped run; on a CPU, bit for bit
     python judge.py --model-name-or-path RUN/model --judge-model JUDGE    # ask another judge
 
-Part I is the algorithm: flags, math, loop, evaluation, pairs, samples, model. Part II is infrastructure:
-recipes, models, data, processes, run folder, flags. Papers: Direct Preference Optimization (Rafailov et al.
-2023), Learning to Summarize from Human Feedback (Stiennon et al. 2020).
+Part I is the algorithm: flags, math, loop, pairs, model. Part II is infrastructure: recipes, evaluation,
+models, data, processes, run folder, flags. Papers: Direct Preference Optimization (Rafailov et al. 2023),
+Learning to Summarize from Human Feedback (Stiennon et al. 2020).
 Results, metrics, which lines to change for IPO, SimPO and others: docs/dpo_tldr.md.
 """
 
@@ -136,6 +136,7 @@ class Args:
 
     # Data
     dataset_name: str = "trl-lib/ultrafeedback_binarized"  # columns [prompt,] chosen, rejected | responses
+    num_train_rows: int | None = None  # train on N rows of the data, drawn at random; None: on all
     chat_template_kwargs: str | None = None  # template options, in JSON: {"enable_thinking": false}
     max_length: int = 1024  # pairs in which a prompt and response have more tokens are left out
     num_eval_pairs: int = 1_000  # held-out pairs, at most
@@ -204,14 +205,15 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta, label_smoothing=0
 def pair_metrics(logprobs, ref_logprobs, beta):
     """Metrics of TRL's DPOTrainer, of each pair. [N, 2], [N, 2]: chosen, rejected -> dict of [N]
 
-    A reward is the score that the policy implies: see dpo_loss.
+    A reward is the score that the policy implies: see dpo_loss. Before training, all rewards are 0, and a tie
+    is half right, as in the win rate. (In TRL, it is wrong.)
     """
     chosen, rejected = logprobs.unbind(1)
     chosen_reward, rejected_reward = (beta * (logprobs - ref_logprobs)).unbind(1)
     return {
         "rewards/chosen": chosen_reward,
         "rewards/rejected": rejected_reward,
-        "rewards/accuracies": (chosen_reward > rejected_reward).float(),
+        "rewards/accuracies": (chosen_reward > rejected_reward) + 0.5 * (chosen_reward == rejected_reward),
         "rewards/margins": chosen_reward - rejected_reward,
         "logps/chosen": chosen,
         "logps/rejected": rejected,
@@ -249,12 +251,14 @@ def train(args):
     tokenizer = load_tokenizer(args.model_name_or_path)
     set_template_options(tokenizer, args)
     train_rows, held_out_rows = load_splits(args.dataset_name)
+    if args.num_train_rows is not None:  # the same ones for every --seed
+        train_rows = random.Random(0).sample(train_rows, min(args.num_train_rows, len(train_rows)))
     # A pair is a dict. ids: tokens of the prompt; responses: tokens of the chosen and of the rejected one,
     # each with its EOS. A post has the same form, with one response: the reference summary.
     train_pairs = load_pairs(train_rows, tokenizer, args)
-    held_out_rows = choose_rows(held_out_rows, args.num_eval_pairs, args.seed)
+    held_out_rows = choose_rows(held_out_rows, args.num_eval_pairs)
     held_out_pairs = load_pairs(held_out_rows, tokenizer, args)
-    posts = choose_rows(load_eval_posts(held_out_pairs, tokenizer, args), args.num_eval_prompts, args.seed)
+    posts = choose_rows(load_eval_posts(held_out_pairs, tokenizer, args), args.num_eval_prompts)
     updates = max(1, round(args.num_train_epochs * len(train_pairs) / B))
     # What the progress bar shows: label -> metric.
     status = {"loss": "loss", "accuracy": "rewards/accuracies", "margin": "rewards/margins"}
@@ -275,9 +279,13 @@ def train(args):
         f"= {B} pairs; {updates} optimizer steps"
     )
 
-    # The policy is still the reference here, with --resume too: run.start loads a checkpoint only below.
+    # The policy is still the reference here, with --resume too: run.start loads a checkpoint only below. With
+    # less than an epoch, not all pairs are needed.
+    needed = stream_rows(len(train_pairs), 0, min(updates * B, len(train_pairs)), args.seed).sort().values
+    ref_logprobs = torch.zeros(len(train_pairs), 2)  # [N, 2]: chosen, rejected
     with autocast:
-        ref_logprobs = pair_logprobs(model, train_pairs, args, accelerator)  # [N, 2]: chosen, rejected
+        needed_pairs = [train_pairs[i] for i in needed.tolist()]
+        ref_logprobs[needed] = pair_logprobs(model, needed_pairs, args, accelerator)
         held_out_ref_logprobs = pair_logprobs(model, held_out_pairs, args, accelerator)
 
     def evaluate():
@@ -330,6 +338,7 @@ def train(args):
                 )  # [n]
                 loss = losses.sum() / B
                 # We want the sum, but DDP averages over processes and accelerate over micro-batches.
+                # With 2 processes and 4 micro-batches, they divide by 2 and 4, so multiply by 8.
                 accelerator.backward(loss * world * args.gradient_accumulation_steps)
 
             if update == 1:  # no optimizer step yet: the policy is the reference, up to rounding
@@ -370,129 +379,6 @@ def train(args):
         report_evaluation(run, before, after, len(held_out_pairs))
     run.finish()
     return model, run.folder
-
-
-# ---- Evaluation --------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def evaluate_samples(policy, posts, tokenizer, args, accelerator, ref_model):
-    """Respond to the held-out posts, with the same random numbers before and after training.
-
-    ref_model: None if it is the policy without its LoRA adapter. Each process takes its share of the posts.
-    -> metrics (dict of floats); columns (dict of lists, one entry per post): prompt, reference, response,
-    score (None without a judge), kl, stopped, length
-    """
-    policy.eval()
-    device, T = accelerator.device, args.response_length
-    stop_ids = end_tokens(policy, tokenizer).to(device)
-    # One random number per token. With the same posts, seed and T, rloo_tldr.py draws the same ones.
-    generator = generator_for(args.seed, "tokens", "held-out")
-    uniforms = torch.rand(len(posts), T, dtype=torch.float64, generator=generator).to(device)
-    rows = []
-    with accelerator.split_between_processes(torch.arange(len(posts))) as share:
-        for places in share.split(args.per_device_train_batch_size):  # places in posts
-            chunk = [posts[i] for i in places.tolist()]
-            # Only the left-padded prompts [n, C], without the reference summaries after them.
-            ids, mask, summary_length = collate_pairs(chunk, device)
-            ids, mask = ids[:, :-summary_length], mask[:, :-summary_length]
-            tokens, logprobs = generate(policy, ids, mask, uniforms[places], args.temperature)  # [n, T]
-            lengths = response_lengths(tokens, stop_ids)  # [n]
-            valid = length_mask(lengths, T)
-            ids = torch.cat([ids, tokens], 1)
-            mask = torch.cat([mask, valid], 1)
-            ref_logprobs = reference_logprobs(ref_model, policy, ids, mask, T, args.temperature)
-            # The texts, without the tokens that end them.
-            prompt_tokens = [post["ids"] for post in chunk]
-            is_text = ~torch.isin(tokens, stop_ids)
-            prompts, responses = decode(tokenizer, prompt_tokens, list_tokens(tokens, valid & is_text))
-            references = [[*takewhile(lambda x: x not in stop_ids, post["responses"][0])] for post in chunk]
-            columns = {
-                "prompt": prompts,
-                "reference": decode(tokenizer, prompt_tokens, references)[1],
-                "response": responses,
-                "score": [None] * len(chunk),
-                "kl": (logprobs.where(valid, 0.0) - ref_logprobs).sum(1).tolist(),
-                "stopped": (torch.isin(tokens, stop_ids) & valid).any(1).tolist(),
-                "length": lengths.tolist(),
-            }
-            rows += rows_of(columns)
-    rows = accelerate.utils.gather_object(rows)  # of all processes, in the order of the posts
-    gathered = {name: [row[name] for row in rows] for name in rows[0]}
-    metrics = {}
-    if args.judge_fn is not None and accelerator.is_main_process:  # the others would make the same calls
-        [judge] = load_functions([args.judge_fn]).values()
-        ask = partial(judge, prompts=gathered["prompt"])
-        with torch.autocast(device.type, enabled=False):
-            scores = [list(ask(completions=gathered[name])) for name in ("response", "reference")]
-        scores, reference_scores = torch.tensor(scores, dtype=torch.float32)  # [posts] each
-        if len(scores) != len(posts) or not (scores + reference_scores).isfinite().all():
-            raise UserError("--judge-fn must return a finite number per response")
-        gathered["score"] = scores.tolist()
-        wins = (scores > reference_scores) + 0.5 * (scores == reference_scores)  # a tie is half a win
-        metrics |= mean_with_error("win rate", wins) | mean_with_error("score mean", scores)
-    metrics |= mean_with_error("KL, nats per response", torch.tensor(gathered["kl"])) | {
-        "ended by itself": fmean(gathered["stopped"]),
-        "tokens per response": fmean(gathered["length"]),
-        "distinct bigrams": distinct_bigrams(gathered["response"]),
-    }
-    return metrics, gathered
-
-
-def mean_with_error(name, values):
-    """The mean, and half of its 95 % interval. [N] -> dict of floats"""
-    standard_error = values.std(correction=0).item() / len(values) ** 0.5
-    return {name: values.mean().item(), f"{name}, +-": 1.96 * standard_error}
-
-
-def distinct_bigrams(texts):
-    """Different pairs of neighboring words / all pairs, in all texts (compare Li et al. 2016). -> float
-
-    It falls if a policy repeats itself. It also falls as the number of texts grows.
-    """
-    pairs = []
-    for text in texts:
-        # Chinese, Japanese, Thai and others have no spaces between words: each character counts as one.
-        words = re.sub(r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u9fff]", r" \g<0> ", text)
-        words = words.lower().split()
-        pairs.extend(zip(words, words[1:]))
-    return len(set(pairs)) / max(len(pairs), 1)
-
-
-def report_evaluation(run, before, after, num_pairs):
-    """The final tables, evaluation.json and evaluation_samples.jsonl. before, after: see evaluate in train"""
-    metrics_before, old, pairs_before = before
-    metrics_after, new, pairs_after = after
-    columns = {
-        "prompt": old["prompt"],
-        "reference": old["reference"],
-        "before": old["response"],
-        "score": old["score"],
-        "after": new["response"],
-        "score after": new["score"],
-    }
-    rows = rows_of(columns)
-    tables = {
-        f"{len(rows)} held-out prompts, judge: {run.args.judge_fn}": (metrics_before, metrics_after),
-        f"{num_pairs} held-out pairs": (pairs_before, pairs_after),
-    }
-    run.table("held-out prompts", rows[:3])
-    for title, (x, y) in tables.items():
-        run.table(title, [{"metric": name, "before": x[name], "after": y[name]} for name in x])
-    about = {
-        "before": metrics_before,
-        "after": metrics_after,
-        "n": len(rows),
-        "judge": run.args.judge_fn,
-        "pairs before": pairs_before,
-        "pairs": pairs_after,
-        "number of pairs": num_pairs,
-    }
-    (run.folder / "evaluation.json").write_text(json.dumps(about, indent=2))
-    lines = [json.dumps(row) + "\n" for row in rows]
-    (run.folder / "evaluation_samples.jsonl").write_text("".join(lines))
-    evaluation = metrics_after | pairs_after
-    run.accelerator.log({f"eval/{name}": x for name, x in evaluation.items()}, step=run.updates)
 
 
 # ---- Pairs -------------------------------------------------------------------------------------------------
@@ -537,25 +423,9 @@ def load_pairs(rows, tokenizer, args):
     return pairs
 
 
-def load_eval_posts(pairs, tokenizer, args):
-    """What the policy responds to: held-out rows of --eval-dataset-name, or else the held-out pairs.
-
-    -> list of dict(ids: tokens of the prompt, responses: a list with those of the reference)
-    """
-    if args.eval_dataset_name is None:
-        return [pair | {"responses": pair["responses"][:1]} for pair in pairs]
-    _, rows = load_splits(args.eval_dataset_name)
-    posts = [tokenize_pair(tokenizer, *x) for x in read_completions(rows)]
-    posts = [post for post in posts if text_length(post) <= args.max_length]
-    accelerate.PartialState().print(
-        f"{len(posts)} of {len(rows)} rows have a prompt, a completion and at most {args.max_length} tokens"
-    )
-    return posts
-
-
-def choose_rows(rows, count, seed):
-    """`count` of the rows, or all if there are fewer, in random order."""
-    return [rows[i] for i in stream_rows(len(rows), 0, min(count, len(rows)), seed)]
+def choose_rows(rows, count):
+    """`count` of the rows, or all if there are fewer, in random order: the same ones for every --seed."""
+    return [rows[i] for i in stream_rows(len(rows), 0, min(count, len(rows)), seed=0)]
 
 
 def read_preferences(rows):
@@ -611,12 +481,17 @@ def find_prompt(row, responses):
 def tokenize_pair(tokenizer, prompt, responses):
     """Token ids of a prompt and of the responses to it, as in rollouts. -> dict(ids, responses)
 
-    A text is prompt, response, EOS, each tokenized alone. A chat is tokenized as a whole, and ends as its
-    chat template ends it. If the prompt is empty, it is what the responses have in common.
+    A text is prompt, response, EOS, each tokenized alone. A chat is tokenized as a whole. It ends with the
+    special token that ends a turn or, if its chat template writes none, with EOS. If the prompt is empty, it
+    is what the responses have in common.
     """
     if is_chat(responses[0]):
-        chats = [render_chat(tokenizer, prompt + response) for response in responses]
+        # rstrip: a turn ends in "<|im_end|>\n", but a policy stops at <|im_end|>, so "\n" has no score.
+        chats = [render_chat(tokenizer, prompt + response).rstrip() for response in responses]
+        added = tokenizer.added_tokens_decoder.items()
+        special = {i for i, token in added if token.special} - {tokenizer.unk_token_id}
         texts = tokenizer(chats, add_special_tokens=False).input_ids
+        texts = [ids if ids[-1] in special else with_eos(ids, tokenizer) for ids in texts]
         prompt = prompt + responses[0][:-1]  # all messages but the last one
     else:
         response_ids = tokenizer(responses, add_special_tokens=False).input_ids
@@ -667,65 +542,6 @@ def text_length(pair):
     return len(pair["ids"]) + max(len(ids) for ids in pair["responses"])
 
 
-# ---- Samples -----------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def generate(policy, ids, mask, uniforms, temperature):
-    """Sample T tokens after each prompt, whether or not a stop token is among them. No top-k, no top-p.
-
-    Left-padded ids, mask [B, C]; uniforms [B, T], one random number per token
-    -> tokens [B, T] and the log-probabilities they were sampled with, fp32 [B, T]
-    """
-    body, head = body_and_head(policy)
-    cache = transformers.DynamicCache(config=body.config)
-    hidden = hidden_states(body, ids, mask, cache)[:, -1]  # [B, H]
-    tokens, logprobs = [], []
-    for uniforms_of_step in uniforms.unbind(1):
-        token, logprob = sample_next(head, hidden, uniforms_of_step, temperature)  # [B] each
-        tokens.append(token)
-        logprobs.append(logprob)
-        mask = F.pad(mask, (0, 1), value=True)
-        hidden = hidden_states(body, token[:, None], mask, cache)[:, -1]  # [B, H]
-    return torch.stack(tokens, 1), torch.stack(logprobs, 1)
-
-
-def sample_next(head, hidden, uniforms, temperature):
-    """Sample the next token of each row.
-
-    head: the output layer; hidden [B, H]; uniforms [B] -> tokens, log-probabilities [B]
-    """
-    probs = token_logits(hidden, head.weight, temperature, head.bias).softmax(-1)  # [B, V]
-    token = sample_tokens(probs, uniforms)
-    return token, probs.gather(1, token[:, None]).squeeze(1).log()
-
-
-def sample_tokens(probs, uniforms):
-    """Sample one token per row by inverting the cumulative distribution. fp32 [B, V], [B] in [0, 1) -> [B]
-
-    Unlike torch.multinomial, each token depends only on its own row and its own uniform number. So for the
-    same probabilities, the samples are the same no matter how a batch is split. Uniforms and sums are in
-    fp64. In fp32, uniforms would be multiples of 2^-24, which miss most tokens with probabilities below 6e-8,
-    and sums would lose small probabilities.
-    """
-    ends = probs.cumsum(1, dtype=torch.float64)  # [B, V]
-    target = uniforms[:, None] * ends[:, -1:]  # [B, 1]
-    # right=True never selects what has probability 0. With NaN, the index is past the end, hence the clamp.
-    # (Then the loss is NaN too, and the run ends with an error message.)
-    token = torch.searchsorted(ends, target, right=True).squeeze(1)
-    return token.clamp(max=probs.shape[1] - 1)
-
-
-def response_lengths(tokens, stop_ids):
-    """Number of tokens up to and including the first stop token; T if there is none. [B, T] -> [B]
-
-    stop_ids: one id, or a tensor of several
-    """
-    T = tokens.shape[1]
-    position = torch.arange(1, T + 1, device=tokens.device)  # [T]
-    return torch.where(torch.isin(tokens, stop_ids), position, T).amin(1)
-
-
 # ---- Policy and reference ----------------------------------------------------------------------------------
 
 
@@ -752,17 +568,6 @@ class PairPolicy(nn.Module):
         ids [B, C + T], bool mask [B, C + T] -> fp32 [B, T], 0 after the end of a response
         """
         return response_logprobs(self.policy, ids, mask, T)
-
-
-def reference_logprobs(ref_model, policy, *inputs):
-    """Log-probabilities under the reference or, if ref_model is None, the policy without its LoRA adapter.
-
-    inputs: those of response_logprobs -> fp32 [B, T]
-    """
-    if ref_model is not None:
-        return response_logprobs(ref_model, *inputs)
-    with policy.disable_adapter():
-        return response_logprobs(policy, *inputs)
 
 
 def response_logprobs(lm, ids, mask, T, temperature=1.0):
@@ -836,19 +641,10 @@ def hidden_states(body, ids, mask, cache=None):
     return outputs.last_hidden_state
 
 
-def token_logits(hidden, weight, temperature=1.0, bias=None):
-    """The output layer, in fp32 (TF32 on a GPU), under autocast too. [N, H], [V, H], [V] or None -> [N, V]
-
-    Logits of a language model may be near -100, where neighboring bf16 numbers are 0.5 apart.
-    """
-    with torch.autocast(hidden.device.type, enabled=False):
-        hidden = hidden.float() / temperature  # [N, H]; dividing the logits [N, V] would take longer
-        return F.linear(hidden, weight.float(), None if bias is None else bias / temperature)
-
-
 # ============================================================================================================
-# Part II: infrastructure. Nothing below is needed to understand DPO: it covers recipes, models, data, files
-# and flags. The scripts share these functions, copied verbatim. check.py checks flags and data.
+# Part II: infrastructure. Nothing below is needed to understand DPO: it covers recipes, samples before and
+# after training, models, data, files and flags. The scripts share these functions, copied verbatim (in the
+# others, sampling is part of the algorithm). check.py checks flags and data.
 # ============================================================================================================
 
 SCRIPT = Path(__file__).stem
@@ -909,6 +705,187 @@ class UserError(Exception):
     """An error that would otherwise be silent: printed on one line, exit code 2."""
 
 
+# ---- Samples and judge -------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def evaluate_samples(policy, posts, tokenizer, args, accelerator, ref_model):
+    """Respond to the held-out posts, with the same random numbers before and after training.
+
+    ref_model: None if it is the policy without its LoRA adapter. Each process takes its share of the posts.
+    -> metrics (dict of floats); columns (dict of lists, one entry per post): prompt, reference, response,
+    score (None without a judge), kl, stopped, length
+    """
+    policy.eval()
+    device, T = accelerator.device, args.response_length
+    stop_ids = end_tokens(policy, tokenizer).to(device)
+    # One random number per token, the same for every --seed. With the same posts and T, rloo_tldr.py draws
+    # the same ones.
+    generator = generator_for(0, "tokens", "held-out")
+    uniforms = torch.rand(len(posts), T, dtype=torch.float64, generator=generator).to(device)
+    rows = []
+    with accelerator.split_between_processes(torch.arange(len(posts))) as share:
+        for places in share.split(args.per_device_train_batch_size):  # places in posts
+            chunk = [posts[i] for i in places.tolist()]
+            # Only the left-padded prompts [n, C], without the reference summaries after them.
+            ids, mask, summary_length = collate_pairs(chunk, device)
+            ids, mask = ids[:, :-summary_length], mask[:, :-summary_length]
+            tokens, logprobs = generate(policy, ids, mask, uniforms[places], args.temperature)  # [n, T]
+            lengths = response_lengths(tokens, stop_ids)  # [n]
+            valid = length_mask(lengths, T)
+            ids = torch.cat([ids, tokens], 1)
+            mask = torch.cat([mask, valid], 1)
+            ref_logprobs = reference_logprobs(ref_model, policy, ids, mask, T, args.temperature)
+            # The texts, without the tokens that end them.
+            prompt_tokens = [post["ids"] for post in chunk]
+            is_text = ~torch.isin(tokens, stop_ids)
+            prompts, responses = decode(tokenizer, prompt_tokens, list_tokens(tokens, valid & is_text))
+            references = [[*takewhile(lambda x: x not in stop_ids, post["responses"][0])] for post in chunk]
+            columns = {
+                "prompt": prompts,
+                "reference": decode(tokenizer, prompt_tokens, references)[1],
+                "response": responses,
+                "score": [None] * len(chunk),
+                "kl": (logprobs.where(valid, 0.0) - ref_logprobs).sum(1).tolist(),
+                "stopped": (torch.isin(tokens, stop_ids) & valid).any(1).tolist(),
+                "length": lengths.tolist(),
+            }
+            rows += rows_of(columns)
+    rows = accelerate.utils.gather_object(rows)  # of all processes, in the order of the posts
+    gathered = {name: [row[name] for row in rows] for name in rows[0]}
+    metrics = {}
+    if args.judge_fn is not None and accelerator.is_main_process:  # the others would make the same calls
+        [judge] = load_functions([args.judge_fn]).values()
+        ask = partial(judge, prompts=gathered["prompt"])
+        with torch.autocast(device.type, enabled=False):
+            scores = [list(ask(completions=gathered[name])) for name in ("response", "reference")]
+        scores, reference_scores = torch.tensor(scores, dtype=torch.float32)  # [posts] each
+        if len(scores) != len(posts) or not (scores + reference_scores).isfinite().all():
+            raise UserError("--judge-fn must return a finite number per response")
+        gathered["score"] = scores.tolist()
+        wins = (scores > reference_scores) + 0.5 * (scores == reference_scores)  # a tie is half a win
+        metrics |= mean_with_error("win rate", wins) | mean_with_error("score mean", scores)
+    metrics |= mean_with_error("KL, nats per response", torch.tensor(gathered["kl"])) | {
+        "ended by itself": fmean(gathered["stopped"]),
+        "tokens per response": fmean(gathered["length"]),
+        "distinct bigrams": distinct_bigrams(gathered["response"]),
+    }
+    return metrics, gathered
+
+
+def mean_with_error(name, values):
+    """The mean, and half of its 95 % interval. [N] -> dict of floats"""
+    standard_error = values.std(correction=0).item() / len(values) ** 0.5
+    return {name: values.mean().item(), f"{name}, +-": 1.96 * standard_error}
+
+
+def distinct_bigrams(texts):
+    """Different pairs of neighboring words / all pairs, in all texts (compare Li et al. 2016). -> float
+
+    It falls if a policy repeats itself. It also falls as the number of texts grows.
+    """
+    pairs = []
+    for text in texts:
+        # Chinese, Japanese, Thai and others have no spaces between words: each character counts as one.
+        words = re.sub(r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u9fff]", r" \g<0> ", text)
+        words = words.lower().split()
+        pairs.extend(zip(words, words[1:]))
+    return len(set(pairs)) / max(len(pairs), 1)
+
+
+def load_eval_posts(pairs, tokenizer, args):
+    """What the policy responds to: held-out rows of --eval-dataset-name, or else the held-out pairs.
+
+    -> list of dict(ids: tokens of the prompt, responses: a list with those of the reference)
+    """
+    if args.eval_dataset_name is None:
+        return [pair | {"responses": pair["responses"][:1]} for pair in pairs]
+    _, rows = load_splits(args.eval_dataset_name)
+    posts = [tokenize_pair(tokenizer, *x) for x in read_completions(rows)]
+    posts = [post for post in posts if text_length(post) <= args.max_length]
+    accelerate.PartialState().print(
+        f"{len(posts)} of {len(rows)} rows have a prompt, a completion and at most {args.max_length} tokens"
+    )
+    return posts
+
+
+@torch.no_grad()
+def generate(policy, ids, mask, uniforms, temperature):
+    """Sample T tokens after each prompt, whether or not a stop token is among them. No top-k, no top-p.
+
+    Left-padded ids, mask [B, C]; uniforms [B, T], one random number per token
+    -> tokens [B, T] and the log-probabilities they were sampled with, fp32 [B, T]
+    """
+    body, head = body_and_head(policy)
+    cache = transformers.DynamicCache(config=body.config)
+    hidden = hidden_states(body, ids, mask, cache)[:, -1]  # [B, H]
+    tokens, logprobs = [], []
+    for uniforms_of_step in uniforms.unbind(1):
+        token, logprob = sample_next(head, hidden, uniforms_of_step, temperature)  # [B] each
+        tokens.append(token)
+        logprobs.append(logprob)
+        mask = F.pad(mask, (0, 1), value=True)
+        hidden = hidden_states(body, token[:, None], mask, cache)[:, -1]  # [B, H]
+    return torch.stack(tokens, 1), torch.stack(logprobs, 1)
+
+
+def sample_next(head, hidden, uniforms, temperature):
+    """Sample the next token of each row.
+
+    head: the output layer; hidden [B, H]; uniforms [B] -> tokens, log-probabilities [B]
+    """
+    probs = token_logits(hidden, head.weight, temperature, head.bias).softmax(-1)  # [B, V]
+    token = sample_tokens(probs, uniforms)
+    return token, probs.gather(1, token[:, None]).squeeze(1).log()
+
+
+def sample_tokens(probs, uniforms):
+    """Sample one token per row by inverting the cumulative distribution. fp32 [B, V], [B] in [0, 1) -> [B]
+
+    Unlike torch.multinomial, each token depends only on its own row and its own uniform number. So for the
+    same probabilities, the samples are the same no matter how a batch is split. Uniforms and sums are in
+    fp64. In fp32, uniforms would be multiples of 2^-24, which miss most tokens with probabilities below 6e-8,
+    and sums would lose small probabilities.
+    """
+    ends = probs.cumsum(1, dtype=torch.float64)  # [B, V]
+    target = uniforms[:, None] * ends[:, -1:]  # [B, 1]
+    # right=True never selects what has probability 0. With NaN, the index is past the end, hence the clamp.
+    # (Then the loss is NaN too, and the run ends with an error message.)
+    token = torch.searchsorted(ends, target, right=True).squeeze(1)
+    return token.clamp(max=probs.shape[1] - 1)
+
+
+def response_lengths(tokens, stop_ids):
+    """Number of tokens up to and including the first stop token; T if there is none. [B, T] -> [B]
+
+    stop_ids: one id, or a tensor of several
+    """
+    T = tokens.shape[1]
+    position = torch.arange(1, T + 1, device=tokens.device)  # [T]
+    return torch.where(torch.isin(tokens, stop_ids), position, T).amin(1)
+
+
+def reference_logprobs(ref_model, policy, *inputs):
+    """Log-probabilities under the reference or, if ref_model is None, the policy without its LoRA adapter.
+
+    inputs: those of response_logprobs -> fp32 [B, T]
+    """
+    if ref_model is not None:
+        return response_logprobs(ref_model, *inputs)
+    with policy.disable_adapter():
+        return response_logprobs(policy, *inputs)
+
+
+def token_logits(hidden, weight, temperature=1.0, bias=None):
+    """The output layer, in fp32 (TF32 on a GPU), under autocast too. [N, H], [V, H], [V] or None -> [N, V]
+
+    Logits of a language model may be near -100, where neighboring bf16 numbers are 0.5 apart.
+    """
+    with torch.autocast(hidden.device.type, enabled=False):
+        hidden = hidden.float() / temperature  # [N, H]; dividing the logits [N, V] would take longer
+        return F.linear(hidden, weight.float(), None if bias is None else bias / temperature)
+
+
 # ---- Models ------------------------------------------------------------------------------------------------
 
 
@@ -921,10 +898,17 @@ def resolve_path(name):
 
 
 def load_model(auto_class, name, **kwargs):
-    """A model in fp32 without dropout. Some kinds of layers are replaced by faster equivalents."""
+    """A model in fp32 without dropout; a LoRA adapter is merged in. Faster layers replace some of its own."""
     path = resolve_path(name)
     if transformers.utils.peft_utils.find_adapter_config_file(path) is not None:
-        raise UserError(f"{name} is a LoRA adapter: merge it first (docs/running.md, LoRA)")
+        import peft
+
+        saved = peft.PeftConfig.from_pretrained(path)
+        kwargs |= dict(revision=saved.revision)
+        base = load_model(auto_class, saved.base_model_name_or_path, **kwargs)
+        model = peft.PeftModel.from_pretrained(base, path).merge_and_unload().requires_grad_(True)
+        model.name_or_path = path  # the base of a new adapter
+        return model
     device = accelerate.PartialState().device
     if device.type == "cuda":  # else the models of all processes would be in the CPU's memory first
         kwargs["device_map"] = {"": device}
@@ -1033,6 +1017,7 @@ def save_policy(policy, tokenizer, folder):
         policy.float()  # frozen weights may be in bf16
         if hasattr(policy, "merge_and_unload"):
             policy.save_pretrained(folder.parent / "adapter")
+            tokenizer.save_pretrained(folder.parent / "adapter")
             policy = policy.merge_and_unload()
     policy.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -1432,6 +1417,42 @@ def load_trained(models, folder):
 def rows_of(columns):
     """A dict of lists -> a list of dicts."""
     return [dict(zip(columns, row)) for row in zip(*columns.values())]
+
+
+def report_evaluation(run, before, after, num_pairs):
+    """The final tables, evaluation.json and evaluation_samples.jsonl. before, after: see evaluate in train"""
+    metrics_before, old, pairs_before = before
+    metrics_after, new, pairs_after = after
+    columns = {
+        "prompt": old["prompt"],
+        "reference": old["reference"],
+        "before": old["response"],
+        "score": old["score"],
+        "after": new["response"],
+        "score after": new["score"],
+    }
+    rows = rows_of(columns)
+    tables = {
+        f"{len(rows)} held-out prompts, judge: {run.args.judge_fn}": (metrics_before, metrics_after),
+        f"{num_pairs} held-out pairs": (pairs_before, pairs_after),
+    }
+    run.table("held-out prompts", rows[:3])
+    for title, (x, y) in tables.items():
+        run.table(title, [{"metric": name, "before": x[name], "after": y[name]} for name in x])
+    about = {
+        "before": metrics_before,
+        "after": metrics_after,
+        "n": len(rows),
+        "judge": run.args.judge_fn,
+        "pairs before": pairs_before,
+        "pairs": pairs_after,
+        "number of pairs": num_pairs,
+    }
+    (run.folder / "evaluation.json").write_text(json.dumps(about, indent=2))
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (run.folder / "evaluation_samples.jsonl").write_text("".join(lines))
+    evaluation = metrics_after | pairs_after
+    run.accelerator.log({f"eval/{name}": x for name, x in evaluation.items()}, step=run.updates)
 
 
 # ---- Command line ------------------------------------------------------------------------------------------

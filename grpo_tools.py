@@ -304,8 +304,8 @@ def train(args):
         f"{updates * args.num_ppo_epochs * args.num_mini_batches} optimizer steps"
     )
 
-    # The random numbers of an evaluation depend only on the seed, so the evaluations before and after
-    # training use the same ones, and so does a resumed run: run.start loads a checkpoint only below.
+    # The held-out tasks and their random numbers are the same for every --seed, before and after training,
+    # and in a resumed run: run.start loads a checkpoint only below.
     # respond(batch, args) -> b (a dict of tensors), responses
     respond = partial(sample_responses, policy, tokenizer, turn_format, make_tools, stop_ids, get_scores)
     with autocast:
@@ -375,7 +375,8 @@ def train(args):
                             token_kl = kl_per_token(kl_logprobs, b["ref_logprobs"][rows, :t], "k3")
                             token_loss = policy_loss + args.kl_coef * token_kl
                         loss = (token_loss * mb_sampled).sum() / num_tokens
-                        # We want the sum, but DDP averages over processes, and accelerate over micro-batches.
+                        # We want the sum, but DDP averages over processes and accelerate over micro-batches.
+                        # With 2 processes and 4 micro-batches, they divide by 2 and 4, so multiply by 8.
                         accelerator.backward(loss * world * args.gradient_accumulation_steps)
 
                     with torch.no_grad():
@@ -523,10 +524,11 @@ def evaluate_set(respond, tasks, args, accelerator):
         rewards/NAME            k numbers, for each reward; None: it does not apply
     """
     # Your reward functions, tools and environments may draw from the global generators.
-    set_global_seed(args.seed, "held-out", accelerator.process_index)
+    set_global_seed(0, "held-out", accelerator.process_index)
     k = args.num_eval_samples
+    batch = draw_batch(tasks, k, replace(args, seed=0), "held-out")
     records = []
-    with accelerator.split_between_processes(draw_batch(tasks, k, args, "held-out")) as share:
+    with accelerator.split_between_processes(batch) as share:
         if share["examples"]:  # there may be more processes than tasks
             b, responses = respond(share, args)
             columns = {name: x for name, x in b.items() if name.startswith("rewards/")}
@@ -1192,10 +1194,17 @@ def resolve_path(name):
 
 
 def load_model(auto_class, name, **kwargs):
-    """A model in fp32 without dropout. Some kinds of layers are replaced by faster equivalents."""
+    """A model in fp32 without dropout; a LoRA adapter is merged in. Faster layers replace some of its own."""
     path = resolve_path(name)
     if transformers.utils.peft_utils.find_adapter_config_file(path) is not None:
-        raise UserError(f"{name} is a LoRA adapter: merge it first (docs/running.md, LoRA)")
+        import peft
+
+        saved = peft.PeftConfig.from_pretrained(path)
+        kwargs |= dict(revision=saved.revision)
+        base = load_model(auto_class, saved.base_model_name_or_path, **kwargs)
+        model = peft.PeftModel.from_pretrained(base, path).merge_and_unload().requires_grad_(True)
+        model.name_or_path = path  # the base of a new adapter
+        return model
     device = accelerate.PartialState().device
     if device.type == "cuda":  # else the models of all processes would be in the CPU's memory first
         kwargs["device_map"] = {"": device}
@@ -1332,6 +1341,7 @@ def save_policy(policy, tokenizer, folder):
         policy.float()  # frozen weights may be in bf16
         if hasattr(policy, "merge_and_unload"):
             policy.save_pretrained(folder.parent / "adapter")
+            tokenizer.save_pretrained(folder.parent / "adapter")
             policy = policy.merge_and_unload()
     policy.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -1588,7 +1598,7 @@ def load_prompts(args, tokenizer):
     if args.num_train_rows is not None:  # the same ones for every --seed
         train_rows = random.Random(0).sample(train_rows, min(args.num_train_rows, len(train_rows)))
     held_out = load_tasks(held_out_rows, tokenizer, args)
-    order = stream_rows(len(held_out), 0, len(held_out), args.seed)
+    order = stream_rows(len(held_out), 0, len(held_out), seed=0)  # the same ones for every --seed
     held_out = [held_out[i] for i in order[: args.num_eval_prompts]]
     return load_tasks(train_rows, tokenizer, args), held_out
 

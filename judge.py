@@ -100,7 +100,7 @@ def judge_policy(args):
     rloo_tldr.check_model(policy, max(len(post["ids"]) for post in posts) + args.response_length)
     stop_ids = rloo_tldr.find_stop_tokens(args, tokenizer, policy).to(device)
 
-    batch = rloo_tldr.draw_batch(posts, 1, args, "held-out")
+    batch = rloo_tldr.draw_batch(posts, 1, replace(args, seed=0), "held-out")  # as in train
     with torch.autocast(device.type, torch.bfloat16, enabled=rloo_tldr.wants_bf16(args, device)):
         _, responses = rloo_tldr.sample_responses(policy, tokenizer, stop_ids, no_rewards, batch, args)
     metrics = rloo_tldr.win_rate(judge(posts, responses))

@@ -123,7 +123,7 @@ class Args:
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
     lora_r: int = 0  # LoRA rank (0: train all weights); the reference is then the policy without its adapter
     lora_alpha: int = 32  # LoRA scale: the adapter adds lora_alpha / lora_r * B A
-    lora_target_modules: str = "c_attn"  # layers that get an adapter: comma-separated names, or all-linear
+    lora_target_modules: str = "all-linear"  # layers with an adapter: comma-separated names, or all-linear
 
     # Data
     dataset_name: str = "OpenRL/daily_dialog"  # with columns dialog and act; see load_splits
@@ -337,10 +337,10 @@ def train(args):
         f"{updates * args.num_ppo_epochs * args.num_mini_batches} optimizer steps"
     )
 
-    # The held-out prompts and their random numbers depend only on the seed, so the evaluations before and
-    # after training use the same ones, and so does a resumed run: run.start loads a checkpoint only below.
+    # The held-out prompts and their random numbers are the same for every --seed, before and after training,
+    # and in a resumed run: run.start loads a checkpoint only below.
     num_eval_prompts = min(args.num_eval_prompts, len(held_out_turns))
-    held_out = draw_batch(held_out_turns, 0, num_eval_prompts, args, "held-out")
+    held_out = draw_batch(held_out_turns, 0, num_eval_prompts, replace(args, seed=0), "held-out")
     # respond(batch) -> b (a dict of tensors), answers
     respond = partial(rollout, model, ref_model, tokenizer, is_end, get_scores, args=args)
     with autocast:
@@ -425,7 +425,8 @@ def train(args):
                             new_values, old_values, mb_returns, args.cliprange_value
                         )
                         loss = ((policy_loss + args.vf_coef * value_loss) * mb_valid).sum() / num_tokens
-                        # We want the sum, but DDP averages over processes, and accelerate over micro-batches.
+                        # We want the sum, but DDP averages over processes and accelerate over micro-batches.
+                        # With 2 processes and 4 micro-batches, they divide by 2 and 4, so multiply by 8.
                         accelerator.backward(loss * world * args.gradient_accumulation_steps)
 
                     with torch.no_grad():
@@ -961,7 +962,6 @@ RECIPES = {
         reward_model_path="runs/smollm2-dailydialog/intent/model",
         utterance_end="eos",
         lora_r=16,
-        lora_target_modules="all-linear",
         num_context_utterances=2,
         max_prompt_length=48,
         intent_reward="probability",
@@ -996,10 +996,17 @@ def resolve_path(name):
 
 
 def load_model(auto_class, name, **kwargs):
-    """A model in fp32 without dropout. Some kinds of layers are replaced by faster equivalents."""
+    """A model in fp32 without dropout; a LoRA adapter is merged in. Faster layers replace some of its own."""
     path = resolve_path(name)
     if transformers.utils.peft_utils.find_adapter_config_file(path) is not None:
-        raise UserError(f"{name} is a LoRA adapter: merge it first (docs/running.md, LoRA)")
+        import peft
+
+        saved = peft.PeftConfig.from_pretrained(path)
+        kwargs |= dict(revision=saved.revision)
+        base = load_model(auto_class, saved.base_model_name_or_path, **kwargs)
+        model = peft.PeftModel.from_pretrained(base, path).merge_and_unload().requires_grad_(True)
+        model.name_or_path = path  # the base of a new adapter
+        return model
     device = accelerate.PartialState().device
     if device.type == "cuda":  # else the models of all processes would be in the CPU's memory first
         kwargs["device_map"] = {"": device}
@@ -1134,6 +1141,7 @@ def save_policy(policy, tokenizer, folder):
         policy.float()  # frozen weights may be in bf16
         if hasattr(policy, "merge_and_unload"):
             policy.save_pretrained(folder.parent / "adapter")
+            tokenizer.save_pretrained(folder.parent / "adapter")
             policy = policy.merge_and_unload()
     policy.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

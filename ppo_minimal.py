@@ -27,7 +27,7 @@ import json
 import math
 import random
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -150,11 +150,12 @@ def train(args):
     optimizer = torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True)
     # Row i has the first C tokens of the review for episode i: its prompt is the beginning of that.
     train_reviews = load_prompts("train", updates * B, tokenizer, args)  # [updates * B, C]
-    held_out_reviews = load_prompts("test", args.num_eval_prompts, tokenizer, args)  # [num_eval_prompts, C]
+    held_out_args = replace(args, seed=0)  # the same prompts and random numbers for every --seed
+    held_out_reviews = load_prompts("test", args.num_eval_prompts, tokenizer, held_out_args)  # [.., C]
     score_label = load_label_scorer(args)
 
     # The evaluations before and after training use the same prompts and random numbers.
-    held_out = draw_batch(held_out_reviews, args, "held-out")
+    held_out = draw_batch(held_out_reviews, held_out_args, "held-out")
     before = rollout(model, ref_model, tokenizer, score_label, *held_out)
     kl_coef = args.kl_coef
     history = []

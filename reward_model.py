@@ -135,6 +135,7 @@ class Args:
 
     # Data
     dataset_name: str = "stanfordnlp/imdb"  # columns text, label | chosen, rejected | responses | dialog, act
+    num_train_rows: int | None = None  # train on N rows of the data, drawn at random; None: on all
     train_shard: str = "0/1"  # i/n: part i of n of the rows; 0/2 and 1/2: two independent models
     center_dataset_name: str | None = None  # source of reward_offset; None: the best training responses
     label_names: str | None = None  # comma-separated names of classes 0, 1, ...; None: the labels themselves
@@ -297,7 +298,8 @@ def train(args):
                     # TRL calls the difference "margin". The data's column of that name is min_difference.
                     unreduced = {"loss": losses, "accuracy": differences > 0, "margin": differences}
                 loss = (weight * losses).sum() / B
-                # We want the sum, but DDP averages over processes, and accelerate over micro-batches.
+                # We want the sum, but DDP averages over processes and accelerate over micro-batches.
+                # With 2 processes and 4 micro-batches, they divide by 2 and 4, so multiply by 8.
                 accelerator.backward(loss * world * args.gradient_accumulation_steps)
 
             for name, x in unreduced.items():
@@ -612,9 +614,9 @@ def preference_ids(tokenizer, prompt, responses, max_length):
 
     Texts: a response begins with its own space. EOS is appended even to a response that was cut off at its
     length limit, because the score is read there. Lists of messages: prompt and response are one chat, which
-    ends as its template ends it. If a text is longer than max_length, the prompt loses its first tokens, but
-    not BOS. All responses lose the same ones, so that they are compared after the same prompt. For example,
-    with max_length 5:
+    ends as its template ends it, as in TRL (in ChatML, the score is read at the last line break). If a text
+    is longer than max_length, the prompt loses its first tokens, but not BOS. All responses lose the same
+    ones, so that they are compared after the same prompt. For example, with max_length 5:
 
         BOS p q r a EOS        ->    BOS r a EOS
         BOS p q r b c EOS      ->    BOS r b c EOS
@@ -1061,6 +1063,8 @@ def load_data(args, tokenizer):
     References are the texts whose mean score is saved as reward_offset (point 6). With labels there are none.
     """
     train, held_out = load_splits(args.dataset_name)
+    if args.num_train_rows is not None:  # the same ones for every --seed
+        train = random.Random(0).sample(train, min(args.num_train_rows, len(train)))
     columns = {name for row in train for name in row}
     is_dialog = {"dialog", "act"} <= columns
     is_text = {"text", "label"} <= columns and not is_dialog
@@ -1069,7 +1073,7 @@ def load_data(args, tokenizer):
     train = select_shard(train, args.train_shard)  # whole dialogs, so that no two shards share one
     if is_dialog:
         train, held_out = load_answers(train), load_answers(held_out)
-    order = torch.randperm(len(held_out), generator=generator_for(args.seed, "held-out"))
+    order = torch.randperm(len(held_out), generator=generator_for(0, "held-out"))  # for every --seed
     held_out = [held_out[i] for i in order[: args.num_eval_prompts].tolist()]
 
     if is_text or is_dialog:
@@ -1101,7 +1105,7 @@ def load_reference_rows(train_rows, tokenizer, args):
     rows = train_rows
     if args.center_dataset_name is not None:
         rows, _ = load_splits(args.center_dataset_name)
-    order = torch.randperm(len(rows), generator=generator_for(args.seed, "center"))[:1000]
+    order = torch.randperm(len(rows), generator=generator_for(0, "center"))[:1000]
     rows = [rows[i] for i in order.tolist()]
     if args.center_dataset_name is None:
         return [Row(row.texts[:1]) for row in rows]

@@ -121,7 +121,7 @@ class Args:
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
     lora_r: int = 0  # LoRA rank (0: train all weights); the reference is then the policy without its adapter
     lora_alpha: int = 32  # LoRA scale: the adapter adds lora_alpha / lora_r * B A
-    lora_target_modules: str = "all-linear"  # layers that get an adapter: comma-separated, or all-linear
+    lora_target_modules: str = "all-linear"  # layers with an adapter: comma-separated names, or all-linear
 
     # Data
     dataset_name: str = "trl-lib/tldr"  # columns prompt, completion: texts, or chats (lists of messages)
@@ -310,9 +310,9 @@ def train(args):
         f"{updates * args.num_ppo_epochs * args.num_mini_batches} optimizer steps"
     )
 
-    # The random numbers of an evaluation depend only on the seed, so the evaluations before and after
-    # training use the same ones, and so does a resumed run: run.start loads a checkpoint only below.
-    held_out = draw_batch(held_out_prompts, 1, args, "held-out")
+    # The held-out prompts and their random numbers are the same for every --seed, before and after training,
+    # and in a resumed run: run.start loads a checkpoint only below.
+    held_out = draw_batch(held_out_prompts, 1, replace(args, seed=0), "held-out")
     # respond(batch) -> b (a dict of tensors), responses
     respond = partial(rollout, model, ref_model, tokenizer, stop_ids, get_scores, args=args)
     with autocast:
@@ -398,7 +398,8 @@ def train(args):
                             loss_kl = kl_per_token(new_token_logprobs, ref_logprobs, args.kl_estimator)
                             response_loss = policy_loss + args.kl_coef * loss_kl.sum(1)
                         loss = response_loss.sum() / (len(minibatch) * k)
-                        # We want the sum, but DDP averages over processes, and accelerate over micro-batches.
+                        # We want the sum, but DDP averages over processes and accelerate over micro-batches.
+                        # With 2 processes and 4 micro-batches, they divide by 2 and 4, so multiply by 8.
                         accelerator.backward(loss * world * args.gradient_accumulation_steps)
 
                     with torch.no_grad():
@@ -995,10 +996,17 @@ def resolve_path(name):
 
 
 def load_model(auto_class, name, **kwargs):
-    """A model in fp32 without dropout. Some kinds of layers are replaced by faster equivalents."""
+    """A model in fp32 without dropout; a LoRA adapter is merged in. Faster layers replace some of its own."""
     path = resolve_path(name)
     if transformers.utils.peft_utils.find_adapter_config_file(path) is not None:
-        raise UserError(f"{name} is a LoRA adapter: merge it first (docs/running.md, LoRA)")
+        import peft
+
+        saved = peft.PeftConfig.from_pretrained(path)
+        kwargs |= dict(revision=saved.revision)
+        base = load_model(auto_class, saved.base_model_name_or_path, **kwargs)
+        model = peft.PeftModel.from_pretrained(base, path).merge_and_unload().requires_grad_(True)
+        model.name_or_path = path  # the base of a new adapter
+        return model
     device = accelerate.PartialState().device
     if device.type == "cuda":  # else the models of all processes would be in the CPU's memory first
         kwargs["device_map"] = {"": device}
@@ -1135,6 +1143,7 @@ def save_policy(policy, tokenizer, folder):
         policy.float()  # frozen weights may be in bf16
         if hasattr(policy, "merge_and_unload"):
             policy.save_pretrained(folder.parent / "adapter")
+            tokenizer.save_pretrained(folder.parent / "adapter")
             policy = policy.merge_and_unload()
     policy.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -1404,9 +1413,9 @@ def preference_ids(tokenizer, prompt, responses, max_length):
 
     Texts: a response begins with its own space. EOS is appended even to a response that was cut off at its
     length limit, because the score is read there. Lists of messages: prompt and response are one chat, which
-    ends as its template ends it. If a text is longer than max_length, the prompt loses its first tokens, but
-    not BOS. All responses lose the same ones, so that they are compared after the same prompt. For example,
-    with max_length 5:
+    ends as its template ends it, as in TRL (in ChatML, the score is read at the last line break). If a text
+    is longer than max_length, the prompt loses its first tokens, but not BOS. All responses lose the same
+    ones, so that they are compared after the same prompt. For example, with max_length 5:
 
         BOS p q r a EOS        ->    BOS r a EOS
         BOS p q r b c EOS      ->    BOS r b c EOS
@@ -1545,13 +1554,14 @@ def load_prompts(rows, tokenizer, args):
 
 
 def choose_held_out(posts, args):
-    """num_eval_prompts held-out posts, in random order. If there is a judge, all have a reference."""
+    """num_eval_prompts held-out posts, the same ones for every --seed. If there is a judge, all have a
+    reference."""
     if args.judge_model is not None or args.judge_fn is not None:
         judged = [post for post in posts if post["reference"].strip()]
         accelerate.PartialState().print(f"{len(judged)} of {len(posts)} held-out posts have a reference")
         posts = judged
     count = min(args.num_eval_prompts, len(posts))
-    return [posts[row] for row in stream_rows(len(posts), start=0, count=count, seed=args.seed)]
+    return [posts[row] for row in stream_rows(len(posts), start=0, count=count, seed=0)]
 
 
 def tokenize_prompt(tokenizer, prompt):

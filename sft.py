@@ -114,7 +114,7 @@ class Args:
     gradient_checkpointing: bool = False  # recompute activations in the backward pass to save memory
     lora_r: int = 0  # LoRA rank (0: train all weights)
     lora_alpha: int = 32  # LoRA scale: the adapter adds lora_alpha / lora_r * B A
-    lora_target_modules: str = "c_attn"  # layers that get an adapter: comma-separated names, or all-linear
+    lora_target_modules: str = "all-linear"  # layers with an adapter: comma-separated names, or all-linear
 
     # Data
     dataset_name: str = "stanfordnlp/imdb"  # columns text | prompt, completion | messages | dialog
@@ -203,9 +203,10 @@ def train(args):
         train_examples = random.Random(0).sample(train_examples, count)
     documents, left_out = load_documents(train_examples, tokenizer, args)
     rows = pack(documents, args.max_length, args.packing)
-    # Held-out documents are drawn at random: IMDB is sorted, and its first reviews are all negative.
+    # Held-out documents are drawn at random, because IMDB is sorted: its first reviews are all negative. They
+    # are the same ones for every --seed.
     all_held_out, held_out_left_out = load_documents(held_out_examples, tokenizer, args)
-    order = torch.randperm(len(all_held_out), generator=generator_for(args.seed, "held-out"))
+    order = torch.randperm(len(all_held_out), generator=generator_for(0, "held-out"))
     held_out = [all_held_out[i] for i in order[: args.num_eval_prompts]]
     held_out_rows = pack(held_out, args.max_length, args.packing)
     updates = max(1, round(args.num_train_epochs * len(rows) / B))
@@ -262,6 +263,7 @@ def train(args):
                     mb_loss_sum, mb_correct_sum = learner(**mb)
                 loss = mb_loss_sum / num_labels
                 # We want the sum, but DDP averages over processes and accelerate over micro-batches.
+                # With 2 processes and 4 micro-batches, they divide by 2 and 4, so multiply by 8.
                 accelerator.backward(loss * world * args.gradient_accumulation_steps)
             loss_sum += mb_loss_sum.detach()
             correct_sum += mb_correct_sum
@@ -721,10 +723,17 @@ def resolve_path(name):
 
 
 def load_model(auto_class, name, **kwargs):
-    """A model in fp32 without dropout. Some kinds of layers are replaced by faster equivalents."""
+    """A model in fp32 without dropout; a LoRA adapter is merged in. Faster layers replace some of its own."""
     path = resolve_path(name)
     if transformers.utils.peft_utils.find_adapter_config_file(path) is not None:
-        raise UserError(f"{name} is a LoRA adapter: merge it first (docs/running.md, LoRA)")
+        import peft
+
+        saved = peft.PeftConfig.from_pretrained(path)
+        kwargs |= dict(revision=saved.revision)
+        base = load_model(auto_class, saved.base_model_name_or_path, **kwargs)
+        model = peft.PeftModel.from_pretrained(base, path).merge_and_unload().requires_grad_(True)
+        model.name_or_path = path  # the base of a new adapter
+        return model
     device = accelerate.PartialState().device
     if device.type == "cuda":  # else the models of all processes would be in the CPU's memory first
         kwargs["device_map"] = {"": device}
@@ -884,6 +893,7 @@ def save_policy(policy, tokenizer, folder):
         policy.float()  # frozen weights may be in bf16
         if hasattr(policy, "merge_and_unload"):
             policy.save_pretrained(folder.parent / "adapter")
+            tokenizer.save_pretrained(folder.parent / "adapter")
             policy = policy.merge_and_unload()
     policy.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -97,7 +97,7 @@ def sample():
     args = dpo_tldr.parse_args([])
     tokenizer = dpo_tldr.load_tokenizer(args.model_name_or_path)
     posts = dpo_tldr.load_eval_posts([], tokenizer, args)
-    posts = dpo_tldr.choose_rows(posts, args.num_eval_prompts, args.seed)
+    posts = dpo_tldr.choose_rows(posts, args.num_eval_prompts)
     lm = dpo_tldr.load_lm(args).eval()
     stop_ids = dpo_tldr.end_tokens(lm, tokenizer)
     reward = load_reward()

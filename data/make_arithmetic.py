@@ -32,6 +32,7 @@ of the training texts, together with the spaces around it: "12 carry 1" is 1, 2,
 """
 
 import argparse
+import gzip
 import itertools
 import json
 import random
@@ -209,17 +210,18 @@ def make(seed: int = SEED) -> dict[str, list[dict]]:
                 rows = [writer.answer_row(HARD_LENGTHS) for _ in range(size)]
             else:
                 rows = [writer.answer_row(EASY_LENGTHS) for _ in range(size)]
-            files[f"{folder}/{split}.jsonl"] = rows
+            packed = ".gz" if size > 5_000 else ""
+            files[f"{folder}/{split}.jsonl{packed}"] = rows
     return files
 
 
 def write(folder: Path, files: dict[str, list[dict]]) -> None:
-    """Write each file below the folder, one JSON object per line."""
+    """Write each file below the folder, one JSON object per line; gzip packs the largest one."""
     for name, rows in files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        path.write_bytes(lines.encode("utf-8"))
+        data = "".join(json.dumps(row) + "\n" for row in rows).encode("utf-8")
+        path.write_bytes(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
 
 
 # ---- Tokenizer ---------------------------------------------------------------------------------------------
@@ -261,7 +263,7 @@ def training_texts(files: dict[str, list[dict]]) -> list[str]:
     """The roles and all messages of the training files."""
     texts = list(ROLES)
     for name, rows in files.items():
-        if name.endswith("/train.jsonl"):
+        if "/train.jsonl" in name:
             for row in rows:
                 messages = row["prompt"] + row.get("completion", [])
                 texts.extend(message["content"] for message in messages)

@@ -150,12 +150,16 @@ def as_number(text):
 
 # ---- Numbers with units, LaTeX and Unicode -----------------------------------------------------------------
 
+# A letter of any script, and the marks that belong to letters of Indian scripts, Thai and Lao.
+LETTER = r"[^\W\d_\u0900-\u0eff]|[\u0900-\u0eff]"
+
 # Units of one or two letters, and units of three letters that may follow a number without a space. Other short
 # words are variables: 2x, 3ab, 2xyz.
 SHORT_UNITS = frozenset(
     """
     A C F J L N V W g h l m s cm dm ft hr in kg km lb mi mg ml mL mm of oz sq yd Hz kW kJ Rs US
     min sec hrs lbs mph kph rpm kWh USD EUR GBP
+    м г с ч л т р μm μg
     """.split()
 )
 
@@ -181,6 +185,20 @@ FACTORS = frozenset(
     """.split()
 )
 
+# The same in other languages, by the beginnings of words, with words for half, more, less, at least.
+OTHER_FACTORS = tuple(
+    """
+    millón millones milhão milhões milioni mille millier milliard mila tausend hundert cien ciento docena douzaine
+    dutzend mitad moitié hälfte medio media demi tercio tiers drittel menos moins weniger más mehr mais plus
+    тыс млн млрд миллион миллиард сотен сотн десятк дюжин полов трет четверт боль мень более менее не или
+    만 억 조원 천 백 십 반 이상 이하 미만 초과 ألف آلاف الف مليون ملايين مليار مئة مائة نصف
+    हज़ार हजार लाख करोड़ सौ आधा พัน หมื่น แสน ล้าน ร้อย ครึ่ง nghìn ngàn triệu tỷ tỉ trăm bin milyon yüz yarım
+    """.split()
+)
+HAN_FACTORS = (
+    "半余餘多以未超近不非无無没或和与跟及约倍打"  # in addition to those that have a numeric value: 万
+)
+
 # Words that may stand before a number, in addition to SHORT_UNITS. Others may be functions: csc 2, square 3.
 WORDS_BEFORE = frozenset(
     "about approximately approx around roughly exactly only dollars euros rupees".split()
@@ -193,6 +211,7 @@ PLAIN_CHARACTERS = str.maketrans(
     | {"\u2248": "="}  # almost equal
     | {"\u221e": r"\infty", "\u03c0": r"\pi", "\u222a": r"\cup"}
     | dict.fromkeys("\u20ac\u00a3\u00a5\u20b9\u00b0")  # removed like $ and %: euro, pound, yen, rupee, degree
+    | dict.fromkeys("\u20a9\u20aa\u20ab\u20b1\u20b4\u20ba\u20bd\u0e3f")  # won, shekel, dong, peso, and so on
     | dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff")  # removed: characters of zero width
 )
 
@@ -228,7 +247,7 @@ QUANTITY = re.compile(
     (?P<top> {DECIMAL} )
     (?: / (?P<bottom>[+-]?{DECIMAL}) )?
     (?: [eE] (?P<exponent>[+-]?[0-9]{{1,3}}) )?
-    (?P<unit> [ ]?/?[ ]? [A-Za-z(] (?: [A-Za-z ()'./*-] | (?<=[A-Za-z)])\^-?[0-9] )* )?
+    (?P<unit> [ ]?/?[ ]? (?:{LETTER}|\() (?: {LETTER} | [ ()'./*-] | (?<=[A-Za-z)])\^-?[0-9] )* )?
     """,
     re.VERBOSE,
 )
@@ -298,7 +317,8 @@ def as_quantity(text):
     value = value_of_quantity(match)
     if value is None:
         return None
-    return value, name.strip(), (unit or before).strip()
+    unit = re.sub(r"[()]", " ", unit or before)  # 9 (apples)
+    return value, name.strip(), " ".join(unit.split())
 
 
 def has_word(text, words):
@@ -308,15 +328,28 @@ def has_word(text, words):
 
 
 def is_unit(text):
-    """True if all words of the text can be units: "clips", " m/s^2", " square feet". -> bool
+    """True if all words of the text can be units: "clips", " m/s^2", " square feet", "\u5143". -> bool
 
     A word needs 3 letters, or 4 if the text does not begin with a space ("72clips", not "2xyz"), or it must be
-    one of SHORT_UNITS.
+    one of SHORT_UNITS. In scripts without variables, shorter words are units too.
     """
-    enough = 3 if text.startswith((" ", "/")) else 4
-    words = re.findall("[A-Za-z]+", text)
-    is_other_number = has_word(text, OTHER_NUMBER | FACTORS)
-    return not is_other_number and all(len(word) >= enough or word in SHORT_UNITS for word in words)
+    enough = 3 if text.startswith((" ", "/", "(")) else 4
+    words = re.findall(rf"(?:{LETTER})+", text)
+    is_other_number = has_word(text, OTHER_NUMBER | FACTORS) or any(map(is_factor, words))
+    return not is_other_number and all(
+        len(word) >= min(enough, fewest_letters(word)) or word in SHORT_UNITS for word in words
+    )
+
+
+def fewest_letters(word):
+    """How many letters a unit has at least: 4 in Latin and Greek letters, 2 in Cyrillic ones, 1 in Han ones."""
+    return 4 if word < "\u0400" else 2 if word < "\u0e00" else 1
+
+
+def is_factor(word):
+    """True if a word of another language multiplies or rejects the number before it. -> bool"""
+    has_numeral = any(letter in HAN_FACTORS or unicodedata.numeric(letter, 0) for letter in word)
+    return has_numeral or word.lower().startswith(OTHER_FACTORS)
 
 
 def value_of_quantity(match):

@@ -88,7 +88,7 @@ JOBS = {
     "grpo-math": ARITHMETIC,
 }
 OURS = {"ours fp32": {}}  # name -> more flags
-LORA = {"ours fp32, LoRA": dict(lora_r=16)}
+LORA = {"ours fp32, LoRA": dict(lora_r=16, lora_target_modules="c_attn")}
 # peers: name -> (environment, script, flags)
 RLOO_PEERS = {OLD: ("trl_old", "trl_old_rloo.py", ""), NEW: ("trl_new", "trl_new_rloo.py", "")}
 TOKEN_PEERS = {

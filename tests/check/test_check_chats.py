@@ -151,8 +151,8 @@ def test_a_prompt_that_ends_with_the_assistant(look, name):
 
 
 def test_no_response_ends(look):
-    """dpo_tldr.py samples until a stop token, which no response has."""
-    good, bad = [[dict(role=ASSISTANT, content=text)] for text in (" 5.", " 6.")]
+    """dpo_tldr.py samples until a stop token. Here, all responses end in another special token instead."""
+    good, bad = [[dict(role=ASSISTANT, content=text)] for text in (" 5.<s>", " 6.<s>")]
     rows = [dict(prompt=chat(f"{i} + 3?"), chosen=good, rejected=bad) for i in range(9)]
     found = look("dpo_tldr", rows, template=PLAIN)
     assert_only(found, "no response in the held-out rows contains a token that ends")
@@ -280,10 +280,10 @@ def test_the_small_models_of_this_repository_have_templates():
 
 
 def test_posts_that_end_otherwise(scripts, small, chat_model, tmp_path):
-    """Texts get EOS, but the chats of --eval-dataset-name end as this template ends them."""
+    """The pairs end in EOS, and the chats of --eval-dataset-name in another special token."""
     pairs = [dict(prompt=f"{i} + 3?", chosen=" 5.", rejected=" 6.") for i in range(9)]
     posts = [
-        dict(prompt=chat(f"{i} + 3?"), completion=chat(" 5.", roles=(ASSISTANT, USER))) for i in range(9)
+        dict(prompt=chat(f"{i} + 3?"), completion=chat(" 5.<s>", roles=(ASSISTANT, USER))) for i in range(9)
     ]
     flags = dict(judge_fn=None, model_name_or_path=chat_model(PLAIN))
     flags["dataset_name"] = write_rows(tmp_path / "pairs", train=pairs, test=pairs)
@@ -300,6 +300,51 @@ def test_a_template_that_cannot_continue_an_answer(look):
     assert any("row 5" in text and "cannot go on with a begun answer" in text for text in texts(found)), (
         texts(found)
     )
+
+
+@pytest.mark.parametrize("content", ["", " \n"])
+@pytest.mark.parametrize("name", ["grpo_math", "rloo_tldr"])
+def test_a_begun_answer_that_is_empty(look, name, content):
+    """transformers cuts off the end of the header, if the template trims. The first begun answer is fine."""
+    rows = tasks()
+    rows[2]["prompt"] = chat("2 + 3?", "It is")
+    rows[4]["prompt"] = chat("2 + 3?", content)
+    flags = dict(reward_fn=["data/math_rewards.py:well_formed"], judge_fn=None) if name == "rloo_tldr" else {}
+    found = look(name, rows, template=CHATML.replace("m['content']", "m['content'] | trim"), **flags)
+    errors = [text for text in texts(found) if "empty message of the assistant" in text]
+    assert len(errors) == 1 and "row 5" in errors[0], found
+
+
+TWO_ENDS = CHATML.replace("'<|im_end|>\n'", "'<|im_end|>\n<s>'")
+
+
+@pytest.mark.parametrize(
+    "template, words",
+    [
+        (PLAIN, ["ends an answer with '\\n', which has no control token", "only the last answer"]),
+        ("{% for m in messages %}<s>{{ m.role }}: {{ m.content }}{% endfor %}", ["an answer with nothing"]),
+        (TWO_ENDS, ["after '<|im_end|>'", "the chat template writes '<s>'"]),
+        (CHATML, []),
+    ],
+)
+def test_templates_that_end_answers_otherwise(look, template, words):
+    found = look("sft", [dict(messages=chat(f"{i} + 3?", "5.")) for i in range(9)], template=template)
+    ends = [text for text in texts(found, "remark") if "the chat template" in text]
+    assert len(ends) == bool(words) and all(word in ends[0] for word in words), found
+
+
+@pytest.mark.parametrize("is_null", [True, False])
+def test_calls_without_a_text(look, is_null):
+    """content null is usual beside tool_calls, if the template can write it."""
+    content = "m['content']" + (" or ''" if is_null else "")
+    template = CHATML.replace("m['content']", f"({content}) + ((m.tool_calls or '') | string)")
+    call = dict(type="function", function=dict(name="f", arguments={}))
+    rows = [dict(messages=chat(f"{i} + 3?", "5.")) for i in range(9)]
+    for row in rows:
+        row["messages"][1] = dict(role=ASSISTANT, content=None, tool_calls=[call])
+    found = look("sft", rows, template=template)
+    wrong = [text for text in texts(found) if "the content of a message must be a text" in text]
+    assert len(wrong) == (not is_null), found
 
 
 def test_a_mark_that_the_tokenizer_cannot_write(scripts, small, tmp_path):

@@ -210,6 +210,55 @@ def test_rounded_epochs(look):
     assert_remark(found, "--num-train-epochs 1 is rounded to whole updates of 8 rows: 1.2 epochs")
 
 
+WORDS = "lighthouse keeper dances harbor winter letters garden bicycle thunder orchard river painter".split()
+
+
+@pytest.mark.parametrize("shuffled", [None, "chosen", "rejected"])
+def test_responses_of_other_prompts(look, shuffled):
+    """The words say so, if the other column has those of its prompt."""
+    rows = []
+    for i in range(120):
+        names = [f"{word}{i}" for word in WORDS]
+        texts_of = {
+            name: " ".join(names[k :: 3 - k]) + " indeed" for k, name in enumerate(("chosen", "rejected"))
+        }
+        rows.append(dict(prompt=" ".join(names), **texts_of))
+    if shuffled:
+        values = [row[shuffled] for row in rows]
+        for row, value in zip(rows, values[7:] + values[:7]):
+            row[shuffled] = value
+    for name in ("reward_model", "dpo_tldr"):
+        flags = dict(max_length=2000) | (
+            dict(eval_dataset_name=None, judge_fn=None) if name[0] == "d" else {}
+        )
+        found = look(name, flags, train_jsonl=rows[:100], test_jsonl=rows[100:])
+        said = [text for text in texts(found, "remark") if "was it shuffled?" in text]
+        assert len(said) == (shuffled is not None), found
+        assert not said or f"the column {shuffled} shares no more" in said[0]
+
+
+@pytest.mark.parametrize("names, is_said", [("negative,positive", False), ("positive,negative", True)])
+def test_names_of_labels_in_the_wrong_order(look, names, is_said):
+    """Said if words that tell, in texts of both kinds, say the opposite."""
+    moods = "A boring, awful film", "A great film, if dull at times: I loved it"
+    rows = [dict(text=f"{moods[i % 2]}. Number {i}{' bad' * (i % 3 == 0)}.", label=i % 2) for i in range(90)]
+    flags = dict(label_names=names)
+    found = look("reward_model", flags, train_jsonl=rows[:60], test_jsonl=rows[60:])
+    assert is_said == any("--label-names in the wrong order" in text for text in texts(found, "remark")), (
+        found
+    )
+
+
+def test_prompts_that_are_cut(look):
+    """By the token, through headers of a chat."""
+    rows = [dict(prompt=f"{i} {LONG * 9}", chosen=" Yes.", rejected=" No.") for i in range(9)]
+    flags = dict(max_length=40)
+    found = look("reward_model", flags, train_jsonl=rows, test_jsonl=rows[:3])
+    assert any("9 of 9 train examples: cut to --max-length 40" in text for text in texts(found, "remark")), (
+        found
+    )
+
+
 def test_labels(look):
     """A label that is none of the classes, in the last row of train."""
     rows = reviews(9) + [dict(text=LONG, label=7)]

@@ -11,7 +11,7 @@ import transformers
 from check_helpers import assert_only, assert_remark, findings, texts
 from conftest import SIZES, byte_level_tokenizer, ids_of
 from run_tools import spy, write_rows
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import check
 
@@ -95,12 +95,19 @@ def test_quantized_weights(scripts, small, tiny_lm, tmp_path, name, lora_r):
 
 
 def test_an_adapter_without_its_model(scripts, small, tiny_lm, tmp_path):
-    """The line has the command that merges it."""
+    """That of a policy is merged. For others, the line has the command that does it."""
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_lm()), peft.LoraConfig(r=2))
-    model.save_pretrained(tmp_path / "adapter")
-    byte_level_tokenizer().save_pretrained(tmp_path / "adapter")
-    found = findings(scripts["sft"], small("sft", model_name_or_path=str(tmp_path / "adapter")))
-    assert_only(found, "is a LoRA adapter without its model", "merge_and_unload")
+    folder = str(tmp_path / "adapter")
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_lm()).save_pretrained(folder)
+    for name in ("sft", "ppo_sentiment"):
+        assert texts(findings(scripts[name], small(name, model_name_or_path=folder))) == []
+    words = "is a LoRA adapter without its model", "merge_and_unload"
+    assert_only(findings(scripts["reward_model"], small("reward_model", model_name_or_path=folder)), *words)
+    flags = dict(model_name_or_path=folder, lora_r=2, load_in_8bit=True)
+    assert_only(findings(scripts["rloo_tldr"], small("rloo_tldr", **flags)), *words)
+    found = findings(scripts["ppo_sentiment"], small("ppo_sentiment", value_model_path=folder))
+    assert any(words[0] in text for text in texts(found)), found
 
 
 def test_no_weights_are_loaded(scripts, small, monkeypatch):

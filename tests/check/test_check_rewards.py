@@ -55,6 +55,9 @@ WRONG = {
     "not a number": ("return [float('nan') if '7' in p else 1.0 for p in prompts]", "row 8"),
     "nothing applies": ("return [None if '9' in p else 1.0 for p in prompts]", "row 10"),
     "another column": ("return [float(x) for x in columns['anwser']]", "KeyError"),
+    "a mapping": ("return {i: 1.0 for i in range(len(prompts))}", "returned a dict, not a list of numbers"),
+    "a set": ("return {float(i) for i in range(len(prompts))}", "returned a set, not a list of numbers"),
+    "a text": ("return '1' * len(prompts)", "returned a str, not a list of numbers"),
     "a batch of one": ("assert len(prompts) == 1\nreturn [1.0]", "none of them alone"),
 }
 
@@ -237,6 +240,27 @@ def test_the_judge_of_dpo(scripts, small, tmp_path):
     assert_only(found, "--judge-fn", "cannot score held-out rows")
 
 
+def test_a_mapping_of_other_scripts(scripts, small, tmp_path):
+    """list() would make rewards of its keys."""
+    mapping = reward_file(tmp_path, "return dict(enumerate([1.0] * len(completions)))")
+    for name, flags in (("grpo_tools", dict(reward_fn=mapping)), ("dpo_tldr", dict(judge_fn=mapping[0]))):
+        found = findings(scripts[name], small(name, **flags))
+        assert any("returned a dict, not a list of numbers" in text for text in texts(found)), (name, found)
+
+
+def test_harder_rows(scripts, small, tmp_path):
+    """Those of --hard-dataset-name are looked at like others."""
+    flags = dict(dataset_name=write_rows(tmp_path / "data", train=tasks(), test=tasks(4)), reward_fn=CORRECT)
+    rows = [dict(prompt="", answer="1"), dict(prompt="How much is 1 + 1?", answer="2")]
+    for name, hard in (("some", rows), ("none", rows[:1] * 3)):
+        flags["hard_dataset_name"] = write_rows(tmp_path / name, train=rows, test=hard)
+        found = findings(scripts["grpo_math"], small("grpo_math", **flags))
+        if name == "none":
+            assert_only(found, str(tmp_path / "none"), "no harder row can be used")
+        else:
+            assert_remark(found, "1 of 2 harder rows are left out", "test.jsonl row 1")
+
+
 # ---- Tools -------------------------------------------------------------------------------------------------
 
 GOOD = '''
@@ -276,6 +300,15 @@ def pages(query: str) -> str:
     yield query
 
 
+def printing(query: str):
+    """Find a page.
+
+    Args:
+        query: words
+    """
+    print(query)
+
+
 renamed = search
 '''
 TOOLS = {
@@ -283,6 +316,7 @@ TOOLS = {
     "no types": (["untyped"], "tool untyped cannot be described"),
     "async": (["waiting"], "tool waiting is async"),
     "generator": (["pages"], "tool pages is a generator"),
+    "printing": (["printing"], "tool printing prints its result: return it"),
     "renamed": (["renamed"], "its __name__ is search"),
     "two of one name": (["search", "search"], "2 tools are called search"),
 }
@@ -321,6 +355,60 @@ def test_an_environment_without_a_reward(scripts, small, tmp_path):
 def test_an_environment(scripts, small, tmp_path):
     """Its methods are tools, and it rewards itself."""
     assert texts(findings(scripts["grpo_tools"], small("grpo_tools", **guesses(tmp_path)))) == []
+
+
+SHELF = """
+class Shelf:
+    {of_class} = []
+
+    def reset(self, secret, **columns):
+        self.own = []
+
+    def get_reward(self):
+        return float(len(self.own))
+
+    def put(self, name: str, count: int = 1) -> str:
+        \'\'\'Put something on the shelf.
+
+        Args:
+            name: what
+            count: how many
+        \'\'\'
+        {body}
+"""
+ENVIRONMENTS = {
+    "own": ("items", "self.own.append(name)\n        return str(self.own)", None, None),
+    "shared": (
+        "items",
+        "self.items.append(name)\n        return str(self.items)",
+        "changes items of all",
+        None,
+    ),
+    "a cache": ("_seen", "self._seen.append(name)\n        return name", None, "changes _seen of all"),
+    "always fails": ("items", "return self.itmes[0]", "all 3 calls of put with made-up arguments fail", None),
+    "asks for a number": ("items", "return str(1 / len(self.own))", None, "all 3 calls of put"),
+    "fails once": ("items", "return str(1 / (len(name) - 1))", None, None),
+    "says nothing": ("items", "self.own.append(name)", None, "tool put returns nothing"),
+    "hangs": ("items", "import time\n        time.sleep(9)\n        return name", None, None),
+}
+
+
+@pytest.mark.parametrize("of_class, body, wrong, said", ENVIRONMENTS.values(), ids=ENVIRONMENTS)
+def test_calls_of_an_environment(scripts, small, tmp_path, monkeypatch, of_class, body, wrong, said):
+    """Its tools are called with made-up arguments: state that objects share, and calls that all fail."""
+    monkeypatch.setattr(check, "QUICK_SECONDS", 0.5)
+    (tmp_path / "shelf.py").write_text(SHELF.format(of_class=of_class, body=body))
+    flags = guesses(tmp_path) | dict(environment=f"{tmp_path}/shelf.py:Shelf")
+    found = findings(scripts["grpo_tools"], small("grpo_tools", **flags))
+    about = {
+        kind: [
+            text for text in texts(found, kind) if "made-up" in text or "of all" in text or "tool put" in text
+        ]
+        for kind in ("error", "remark")
+    }
+    for kind, word in (("error", wrong), ("remark", said)):
+        assert len(about[kind]) == (word is not None), found
+        assert word is None or word in about[kind][0], found
 
 
 def test_a_system_prompt_about_another_tool(scripts, small, tmp_path):

@@ -148,6 +148,25 @@ def in_all_places(inside):
         ("1,234, 5", "1234, 5"),
         # a word for a large number that is not one here
         ("The final score is 72", "72"),
+        # units in other languages
+        ("72元", "72"),
+        ("72 个苹果", "72"),
+        ("72人", "72人"),
+        ("72년", "72"),
+        ("72 км", "72"),
+        ("72км/ч", "72 км/ч"),
+        ("72 г", "72"),
+        ("72 años", "72"),
+        ("72 Äpfel", "72"),
+        ("72 रुपये", "72"),
+        ("72 บาท", "72"),
+        ("72 كم", "72"),
+        ("72 ₽", "72"),
+        # a unit in brackets
+        ("9 apples", "9 (apples)"),
+        ("9 (apples)", "9 apples"),
+        ("9 (apples)", "9"),
+        ("9(kg)", "9 kg"),
     ],
 )
 def test_a_right_answer_in_another_format(inside, answer):
@@ -185,6 +204,21 @@ def test_a_right_answer_in_another_format(inside, answer):
         ("5 mil", ["5"]),
         ("5 gross", ["5"]),
         ("3 sixteenths", ["3"]),
+        # in other languages: ten thousand, a hundred million, thousands, a half, at least
+        ("72万", ["72"]),
+        ("72亿元", ["72"]),
+        ("72만원", ["72"]),
+        ("72 тысячи", ["72"]),
+        ("72 млн", ["72"]),
+        ("72 millones", ["72"]),
+        ("72 nghìn", ["72"]),
+        ("72个半", ["72"]),
+        ("72以上", ["72"]),
+        ("72 или 73", ["72", "73"]),
+        ("72θ", ["72"]),
+        ("72х", ["72"]),
+        ("72元", ["73", "72 km"]),
+        ("9 (x)", ["9"]),
         # other pairs, intervals, lists, matrices
         ("(2, 3)", ["(3, 2)", "[2, 3]", "(2, 3, 3)", "2, 3", "23"]),
         ("1, 2", ["12", "1", "1, 22"]),

@@ -162,6 +162,20 @@ def test_a_template_without_an_end_of_turn():
     assert tokenizer.decode(ids) == "user: Hm?\nassistant:<|im_end|>"  # nothing but the end
 
 
+@pytest.mark.parametrize("template", [None, WITHOUT_END], ids=["own", "without end"])
+def test_what_dpo_scores_is_what_is_learned(scripts, family, template):
+    """The answer and its end, token by token: no "\n" after it, and EOS if the template writes no end."""
+    tokenizer = build_tokenizer(family)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    prompt, end = chat(*TURNS[:3]), tokenizer.eos_token if template else FAMILIES[family][4]
+    rows = [{"prompt": prompt, "completion": chat((ASSISTANT, text))} for text in ("That is 8.", "No")]
+    pair = scripts["dpo_tldr"].tokenize_pair(tokenizer, prompt, [row["completion"] for row in rows])
+    for response, (ids, labels) in zip(pair["responses"], documents_of(tokenizer, *rows), strict=True):
+        learned_ids = [label for label in labels if label != -100]
+        assert response[-len(learned_ids) :] == learned_ids and tokenizer.decode(response[-1:]) == end
+        assert pair["ids"] + response == ids[: len(pair["ids"] + response)]
+
+
 def test_a_prompt_that_ends_in_a_space():
     """In the chat, the space is a part of the next token; in a rollout, of the prompt.
 

@@ -232,9 +232,33 @@ ppo_sentiment.reference_logprobs: the reference keeps the adapter on (trap 14)
   - policy.disable_adapter()
   + torch.no_grad()
 ppo_sentiment.load_model: an adapter is read as a model (trap 14)
-  math/test_log_probabilities.py::test_an_adapter_alone_is_refused
+  math/test_log_probabilities.py::test_an_adapter_is_merged_into_its_base[4]
   - if transformers.utils.peft_utils.find_adapter_config_file(path) is not None:
   + if False:
+sft.load_model: the revision of an adapter's base is not read (trap 14)
+  math/test_log_probabilities.py::test_the_revision_of_the_base
+  - kwargs |= dict(revision=saved.revision)
+  + pass
+ppo_sentiment.load_model: a new adapter names the base without the old one (trap 14)
+  math/test_log_probabilities.py::test_an_adapter_is_merged_into_its_base[4]
+  - model.name_or_path = path  # the base of a new adapter
+  + pass
+ppo_sentiment.save_policy: adapter/ has no tokenizer
+  math/test_log_probabilities.py::test_plain_transformers_loads_what_is_saved[4]
+  - tokenizer.save_pretrained(folder.parent / "adapter")
+  + pass
+ppo_sentiment.train: other held-out prompts for each seed
+  runs/test_evaluation_during_training.py::test_seeds_are_compared_on_the_same_rows[ppo_sentiment]
+  - replace(args, seed=0)
+  + args
+rloo_tldr.choose_held_out: other held-out posts for each seed
+  runs/test_evaluation_during_training.py::test_seeds_are_compared_on_the_same_rows[rloo_tldr]
+  - seed=0)
+  + seed=args.seed)
+grpo_math.load_prompts: other held-out tasks for each seed
+  runs/test_evaluation_during_training.py::test_seeds_are_compared_on_the_same_rows[grpo_math]
+  - seed=0)
+  + seed=args.seed)
 ppo_sentiment.sample_tokens: a cumulative sum in fp32 (trap 12)
   math/test_sampling.py::test_sample_tokens_finds_rare_tokens_after_a_likely_one
   - cumsum(1, dtype=torch.float64)
@@ -1192,8 +1216,24 @@ dpo_tldr.load_pairs: the length of the chosen response alone counts
   + elif len(pair["ids"] + pair["responses"][0]) >
 dpo_tldr.tokenize_pair: responses without EOS (trap 9)
   runs/test_dpo_tldr.py::test_texts
-  - with_eos(ids, tokenizer)
-  + ids
+  - tokenizer(prompt).input_ids + with_eos(ids, tokenizer)
+  + tokenizer(prompt).input_ids + ids
+dpo_tldr.tokenize_pair: the line break after the end of a turn is scored (trap 57)
+  data/test_chats.py::test_what_dpo_scores_is_what_is_learned[qwen2_5-own]
+  - render_chat(tokenizer, prompt + response).rstrip()
+  + render_chat(tokenizer, prompt + response)
+dpo_tldr.tokenize_pair: an answer whose template writes no end has none (trap 57)
+  data/test_chats.py::test_what_dpo_scores_is_what_is_learned[qwen2_5-without end]
+  - else with_eos(ids, tokenizer) for ids in texts
+  + else ids for ids in texts
+dpo_tldr.train: the reference reads other pairs than training
+  runs/test_dpo_tldr.py::test_the_reference_is_the_start
+  - needed_pairs = [train_pairs[i] for i in needed.tolist()]
+  + needed_pairs = train_pairs[: len(needed)]
+dpo_tldr.train: the reference reads all pairs, with a part of an epoch too
+  runs/test_dpo_tldr.py::test_the_reference_reads_the_pairs_that_are_used
+  - min(updates * B, len(train_pairs))
+  + len(train_pairs)
 dpo_tldr.tokenize_pair: what two answers begin with is part of the prompt
   runs/test_dpo_tldr.py::test_chats
   - [tokenize_prompt(tokenizer, prompt)] if prompt else []
@@ -1434,6 +1474,46 @@ check.turn_faults: a template may leave out the results
   check/test_check_rewards.py::test_turns_that_cannot_be_told_apart
   - texts[0] == texts[1]
   + False
+check.check_begun_answers: a begun answer that is empty
+  check/test_check_chats.py::test_a_begun_answer_that_is_empty[grpo_math-]
+  - is_blank(chat[-1].get("content"))
+  + False
+check.check_end_of_answers: a template that writes nothing after an answer
+  check/test_check_chats.py::test_templates_that_end_answers_otherwise
+  - if not places:
+  + if end and not places:
+check.returns_nothing: a tool that prints its result
+  check/test_check_rewards.py::test_tools[printing]
+  - return not any(
+  + return False and not any(
+check.lists_only: the keys of a mapping are rewards
+  check/test_check_rewards.py::test_wrong_rewards[a mapping]
+  - (Mapping, Set, str)
+  + (Set, str)
+check.check_environment: state of the class, which all objects share
+  check/test_check_rewards.py::test_calls_of_an_environment[shared]
+  - after[name] != before[name]
+  + False
+check.check_environment: an environment whose calls all fail
+  check/test_check_rewards.py::test_calls_of_an_environment[always fails]
+  - found and all(found)
+  + False
+check.own_surplus: shuffled responses
+  check/test_check_data.py::test_responses_of_other_prompts[rejected]
+  - others = prompts[half:] + prompts[:half]
+  + others = prompts
+check.check_control_tokens: control tokens in a user's message are not counted (trap 58)
+  check/test_check_chats.py::test_control_tokens_in_a_text
+  - pattern.search(str(message.get("content")))
+  + None
+check.check_kept_rows: rows of --hard-dataset-name are not looked at
+  check/test_check_rewards.py::test_harder_rows
+  - ("train", "held-out", "harder")
+  + ("train", "held-out")
+check.reversed_sentiments: names of labels in the wrong order
+  check/test_check_data.py::test_names_of_labels_in_the_wrong_order[positive,negative-True]
+  - means["negative"] - means["positive"] >
+  + means["positive"] - means["negative"] >
 check.turn_faults: a template may change a turn (ValueError)
   check/test_check_rewards.py::test_turns_that_cannot_be_told_apart
   - texts[0].count(mark) != 1

@@ -45,7 +45,7 @@ def test_pair_metrics():
     assert metrics["rewards/chosen"].tolist() == [0.5, -0.5, 0.0]
     assert metrics["rewards/rejected"].tolist() == [-1.0, 0.0, 0.0]
     assert metrics["rewards/margins"].tolist() == [1.5, -0.5, 0.0]
-    assert metrics["rewards/accuracies"].tolist() == [1.0, 0.0, 0.0]  # a tie is not right, as in TRL
+    assert metrics["rewards/accuracies"].tolist() == [1.0, 0.0, 0.5]  # a tie is half right
     assert metrics["logps/chosen"].tolist() == [-5.0, -7.0, -3.0]
     assert metrics["logps/rejected"].tolist() == [-9.0, -2.0, -3.0]
 

@@ -27,6 +27,7 @@ CHAT_TEMPLATE += "{% if add_generation_prompt %}<assistant>{% endif %}"
 def tokenizer(tiny_lm):
     loaded = AutoTokenizer.from_pretrained(tiny_lm())
     loaded.chat_template = CHAT_TEMPLATE
+    loaded.add_tokens("<end>", special_tokens=True)
     return loaded
 
 
@@ -218,7 +219,7 @@ def test_the_evaluation_by_hand(script, small, tiny_lm, tmp_path, judge):
     metrics, columns = script.evaluate_samples(policy, posts, tokenizer, args, accelerator, reference)
     kls, wins, scores = [], [], []
     eos = tokenizer.eos_token_id
-    generator = script.generator_for(args.seed, "tokens", "held-out")
+    generator = script.generator_for(0, "tokens", "held-out")
     uniforms = torch.rand(len(posts), 9, dtype=torch.float64, generator=generator)
     for i, post in enumerate(posts):
         ids, kl, tokens = list(post["ids"]), 0.0, []
@@ -316,6 +317,28 @@ def test_the_responses_before_are_those_of_rloo(dpo, rloo):
     for row, other in zip(ours, theirs, strict=True):
         assert [row[name] for name in ("prompt", "before")] == [other[name] for name in ("prompt", "before")]
         assert row["reference"] == other["reference"]
+
+
+def test_the_reference_reads_the_pairs_that_are_used(dpo, script, monkeypatch):
+    """A part of an epoch needs a part of the pairs. (Which ones: test_the_reference_is_the_start.)"""
+    calls = spy(monkeypatch, script, "pair_logprobs")
+    for name, epochs in (("part", 0.3), ("all", 2.0)):
+        calls.clear()
+        _, _, rows = dpo(name, num_train_epochs=epochs, per_device_train_batch_size=4, num_eval_pairs=3)
+        train_pairs, *held_out = [len(inputs[1]) for inputs, _ in calls]
+        assert held_out == [3, 3, 3]
+        num_all = round(4 * len(rows) / rows[-1]["epoch"])
+        assert train_pairs == min(4 * len(rows), num_all)
+        assert (train_pairs < num_all) == (name == "part")
+
+
+def test_training_rows_are_drawn_alike_for_every_seed(dpo, script, monkeypatch):
+    """--num-train-rows."""
+    calls = spy(monkeypatch, script, "load_pairs")
+    for seed in (1, 2):
+        dpo(f"run{seed}", seed=seed, num_train_rows=5)
+    rows = [inputs[0] for inputs, _ in calls[::2]]
+    assert rows[0] == rows[1] and len(rows[0]) == 5
 
 
 def test_only_the_held_out_rows_that_are_used_are_read(dpo, script, monkeypatch):

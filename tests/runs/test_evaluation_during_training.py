@@ -59,6 +59,27 @@ def test_an_evaluation_is_of_the_policy_after_the_update(scripts, small, monkeyp
             assert logged[key] == x, key
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_seeds_are_compared_on_the_same_rows(scripts, small, name):
+    """Before training, the final table of two seeds is the same; training differs."""
+    if name == "reward_model":  # it has no table before training
+        flags = dict(num_eval_prompts=5, learning_rate=0.0)
+    else:
+        flags = SIX_UPDATES[name]
+    tables, updates = [], []
+    for seed in (1, 2):
+        _, folder = scripts[name].train(small(name, f"seed{seed}", **flags | dict(seed=seed)))
+        evaluation = evaluation_of(folder)
+        tables.append(evaluation if name == "reward_model" else evaluation["before"])
+        updates.append(timeless(rows_of(folder)))
+        if (folder / "evaluation_samples.jsonl").exists():
+            rows = rows_of(folder, "evaluation_samples.jsonl")
+            old = [{key: x for key, x in row.items() if "after" not in key} for row in rows]
+            tables[-1] = tables[-1], old
+    assert tables[0] == tables[1]
+    assert updates[0] != updates[1]
+
+
 def lines_of_the_page():
     """The Python of docs/running.md: to choose a checkpoint, and to load the weights of one."""
     page = (ROOT / "docs/running.md").read_text()
