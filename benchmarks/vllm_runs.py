@@ -15,8 +15,9 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from statistics import fmean
 
-from archive import pack
+from archive import pack, read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -83,6 +84,46 @@ def run(name):
     pack(RESULTS / f"{name}.zip", files | {"vllm.json": json.dumps(about)})
 
 
+def gap_table():
+    """The gap of each update in the runs of the three scripts, as a markdown table."""
+    lines = ["| script | gap, nats | " + " | ".join(f"{update}" for update in range(1, 11)) + " |"]
+    lines.append("|---" * 12 + "|")
+    for script in FLAGS:
+        rows = read_rows(RESULTS / f"{script}.zip", "metrics.jsonl")
+        for kind, digits in (("mean", 4), ("max", 2)):
+            cells = [f"{row[f'sampling/logprob_gap_{kind}']:.{digits}f}" for row in rows]
+            lines.append(f"| `{script}.py` | {kind} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+LESSONS = {  # run -> what it is called on the page
+    "grpo_math": "the diff of this page",
+    "no-weight": "without the importance weight",
+    "one-update-old": "weights one update old",
+    "never-told": "the weights of the start",
+    "float32": "vLLM in float32",
+    "float32-one-update-old": "vLLM in float32, weights one update old",
+}
+
+
+def lesson_table():
+    """What a reader of metrics.jsonl sees of faults, as a markdown table."""
+    shown = (1, 2, 5, 10)
+    lines = [
+        "| run | mean gap in update "
+        + " | ".join(map(str, shown))
+        + " | largest gap of all | reward, updates 8 to 10 |"
+    ]
+    lines.append("|---" * (3 + len(shown)) + "|")
+    for name, title in LESSONS.items():
+        rows = read_rows(RESULTS / f"{name}.zip", "metrics.jsonl")
+        means = [f"{rows[update - 1]['sampling/logprob_gap_mean']:.2g}" for update in shown]
+        largest = max(row["sampling/logprob_gap_max"] for row in rows)
+        reward = fmean(row["env/reward_mean"] for row in rows[-3:])
+        lines.append(f"| {title} | {' | '.join(means)} | {largest:.2g} | {reward:.2f} |")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
     verb, *names = sys.argv[1:]
     if verb == "apply":
@@ -93,3 +134,5 @@ if __name__ == "__main__":
         for name in names or RUNS:
             if not (RESULTS / f"{name}.zip").exists():
                 run(name)
+    if verb == "show":
+        print(f"{gap_table()}\n\n{lesson_table()}")

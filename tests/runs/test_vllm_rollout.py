@@ -47,8 +47,12 @@ class LLM:
             p.data.fill_(torch.nan)  # nothing works before the weights are loaded
         self.logprobs_mode, self.has_old_cache = logprobs_mode, True
         self.longest = 10_000  # max_model_len
-        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=lambda: None))
+        self.is_running = True
+        self.llm_engine = SimpleNamespace(engine_core=SimpleNamespace(shutdown=self.shutdown))
         torch.manual_seed(0)
+
+    def shutdown(self):
+        self.is_running = False
 
     def collective_rpc(self, method, kwargs):
         assert method == "reload_weights"
@@ -116,15 +120,26 @@ def test_a_run_with_the_diff(vllm_rollout, small, tiny_lm, tmp_path, monkeypatch
         flags |= dict(total_episodes=8)  # this model is slow without a cache
     else:  # responses of different lengths
         flags |= dict(model_name_or_path=eos_prone(tiny_lm, tmp_path / "lm"), temperature=0.8)
-    ends = []
-    monkeypatch.setattr(accelerate.Accelerator, "end_training", lambda self: ends.append(vllm_rollout.engine))
+    engines, states = [], []
+    start, end_training = LLM.__init__, accelerate.Accelerator.end_training
+
+    def started(self, *rest, **options):
+        start(self, *rest, **options)
+        engines.append(self)
+
+    def ended(self):
+        states.extend(engine.is_running for engine in engines)
+        end_training(self)
+
+    monkeypatch.setattr(LLM, "__init__", started)
+    monkeypatch.setattr(accelerate.Accelerator, "end_training", ended)
     _, folder = module.train(small(script.__name__, **flags))
     rows = rows_of(folder)
     assert len(rows) == flags["total_episodes"] // 4
     assert all(row["sampling/logprob_gap_max"] < 1e-4 for row in rows)
     assert any(row["completions/min_length"] < row["completions/max_length"] for row in rows)
     assert any(row["grad_norm"] > 0 for row in rows)
-    assert ends == [None]
+    assert states == [False]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda x: x.__name__)
