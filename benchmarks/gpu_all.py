@@ -163,6 +163,11 @@ def all_steps(is_toy):
         command += f" {GSM8K_DATA}"
         toy, needs = f"{TOY_QWEN} --total-episodes 8", f"{GSM8K_NEEDS} module:trl {needs}"
         add(f"trl-{name}", 240, command, toy, needs, "trl.json")
+    # The same with vLLM as the sampler of our script. On a CPU it has run; on a GPU, not yet.
+    vllm = "$PYTHON benchmarks/vllm_runs.py apply grpo_math && " + ours.replace(
+        "grpo_math.py", "grpo_math_vllm.py"
+    )
+    add("vllm-rollout", 240, vllm, TOY_QWEN, f"{GSM8K_NEEDS} module:vllm", "run/metrics.jsonl")
     # PPO on real data.
     for job, data in {"smollm2-imdb": "$DATA/imdb", "smollm2-dailydialog": "$DATA/daily_dialog"}.items():
         needs = f"$MODELS/smollm2-135m-instruct $MODELS/minilm-l6 {data}"

@@ -311,6 +311,13 @@ def test_the_tables_are_those_of_the_programs():
     assert load_program("benchmarks/dpo_variants.py").table() in DOCS["dpo_tldr"]
     assert load_program("benchmarks/grpo_variants.py").table() in DOCS["grpo_math"]
     assert load_program("benchmarks/eval_every.py").table() in DOCS["running"]
+    assert load_program("benchmarks/transformers_versions.py").table() in DOCS["running"]
+    vllm, speed = load_program("benchmarks/vllm_runs.py"), load_program("benchmarks/vllm_speed.py")
+    assert vllm.gap_table() in DOCS["running"] and vllm.lesson_table() in DOCS["running"]
+    if speed.RESULTS.exists():
+        assert speed.speed_table() in DOCS["running"] and speed.cost_table() in DOCS["running"]
+    else:
+        assert "there are no numbers here" in section("running", "### What vLLM brings")
     tools = load_program("benchmarks/tool_results.py")
     for table in (tools.results, tools.errors, tools.misuse, tools.distance):
         assert table() in DOCS["grpo_tools"]
@@ -569,6 +576,24 @@ def evaluations(folder):
     """evaluation.json of a folder of results/, before and after training."""
     evaluation = result(f"{folder}/evaluation.json")
     return evaluation["before"], evaluation["after"]
+
+
+def test_what_the_page_says_of_gaps_is_in_the_runs():
+    """A healthy engine, one with weights of the update before, and one that keeps those of the start."""
+    text = section("running", "### The gap between sampling and update")
+    name = "sampling/logprob_gap_mean"
+    healthy, old, never, exact, exact_old = (
+        [row[name] for row in read_rows(ROOT / f"results/vllm/{run}.zip", "metrics.jsonl")]
+        for run in ("grpo_math", "one-update-old", "never-told", "float32", "float32-one-update-old")
+    )
+    ratios = [x / y for x, y in zip(old[1:], healthy[1:], strict=True)]
+    assert f"{min(ratios):.1f} to {max(ratios):.1f} times as large" in text
+    assert f"{healthy[1]:.3f} in a healthy run (update 2) and {old[9]:.3f} in this one (update 10)" in text
+    assert max(exact) < 1e-6 and min(exact_old[1:]) >= 0.005 and "with old weights 0.005 or more" in text
+    for run in ("grpo_math", "never-told"):
+        evaluation = result(f"vllm/{run}/evaluation.json")
+        assert (evaluation["before"] == evaluation["after"]) == (run == "never-told")
+    assert never[0] < 0.01 < 0.09 < never[-1]
 
 
 def sentences_with_numbers():

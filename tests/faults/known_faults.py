@@ -1568,6 +1568,33 @@ grpo_tools.score_trajectories: environments are copied (TypeError)
   math/test_tools.py::test_each_trajectory_has_its_own_environment
   - [x.example["columns"] for x in trajectories]
   + [x.example["columns"] | {"environments": x.environment} for x in trajectories]
+
+# vLLM
+
+examples/vllm_rollout.generate: a seed for each response, which fails on a CPU
+  runs/test_vllm_rollout.py::test_it_takes_and_returns_what_the_scripts_do
+  - seed=None if on_cpu else seed
+  + seed=seed
+examples/vllm_rollout.generate: vLLM moves the generator that reward functions draw from
+  runs/test_vllm_rollout.py::test_it_takes_and_returns_what_the_scripts_do
+  - fork_rng(enabled=on_cpu)
+  + fork_rng(enabled=False)
+examples/vllm_rollout.generate: a response that vLLM cut is filled up with zeros
+  runs/test_vllm_rollout.py::test_a_response_that_vllm_cuts_is_refused
+  - assert ended,
+  + assert True,
+examples/vllm_rollout.load_weights: keys and values of the old weights are used again
+  runs/test_vllm_rollout.py::test_it_takes_and_returns_what_the_scripts_do
+  - engine.reset_prefix_cache()
+  + pass
+examples/vllm_rollout.load_weights: the weights are given to the engine only once
+  runs/test_vllm_rollout.py::test_a_run_with_the_diff[grpo_math]
+  - engine.collective_rpc(
+  + vars(engine).setdefault("has_weights", 0) or vars(engine).update(has_weights=1) or engine.collective_rpc(
+examples/vllm_rollout.stop: vLLM and accelerate close the same process group
+  runs/test_vllm_rollout.py::test_a_run_with_the_diff[grpo_math]
+  - engine.llm_engine.engine_core.shutdown()
+  + pass
 """
 
 # What is indented belongs to the headline above it.

@@ -66,7 +66,7 @@ def test_a_prompt_that_is_read_once_gives_the_same(tiny_lm, arch, kind):
                 p.data = normal(*p.shape, seed=4) / 10
     expected, expected_gradients = outputs_and_gradients(ppo.response_logprobs, model)
     if kind == "checkpointing":
-        model.activation_checkpointing_enable(dict(use_reentrant=False))
+        model.gradient_checkpointing_enable(dict(use_reentrant=False))
     found, gradients = outputs_and_gradients(rloo.response_logprobs, model)
     for one, other in zip(found + gradients, expected + expected_gradients, strict=True):
         close(one, other, rtol=1e-3, atol=1e-4)
@@ -87,7 +87,7 @@ def test_how_many_prompts_are_read(tiny_lm, arch, kind, rows_read):
     log-probabilities are bit-identical."""
     model = load(tiny_lm(arch))
     if kind == "checkpointing":
-        model.activation_checkpointing_enable(dict(use_reentrant=False))
+        model.gradient_checkpointing_enable(dict(use_reentrant=False))
     shapes = []
     body, _ = rloo.body_and_head(model)
     see = lambda body, _, inputs: shapes.append(inputs["input_ids"].shape)  # noqa: E731
