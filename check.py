@@ -19,6 +19,7 @@ Inputs: the script, its flags and, loaded once, its data, tokenizer and configs.
 """
 
 import contextlib
+import copy
 import csv
 import gzip
 import importlib
@@ -166,13 +167,10 @@ class Inputs:
     @property
     @once
     def tokenizer(self):
-        """The script's tokenizer, with --chat-template-kwargs and, in grpo_tools.py, the tools."""
+        """The script's tokenizer, with --chat-template-kwargs."""
         tokenizer = self.tokenizer_of(self.tokenizer_name)
         if self.flag("chat_template_kwargs") and hasattr(self.script, "set_template_options"):
             self.script.set_template_options(tokenizer, self.args)
-        if self.kind == "tools":
-            _, schemas = self.tools
-            tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, tools=schemas)
         return tokenizer
 
     @once
@@ -609,12 +607,13 @@ def dialog_examples(x, rows):
 def prompt_examples(x, rows):
     """The prompts of rloo_tldr.py, grpo_math.py and grpo_tools.py."""
     limit = x.args.max_prompt_length
+    schemas = x.tools[1:] if x.kind == "tools" else ()  # in grpo_tools.py, the prompts describe the tools
     for row in rows:
         prompt = prompt_of(x, row)
         if is_blank(prompt):
             yield Example(row, [], [], reason="no prompt, or a part of it is missing")
             continue
-        ids = x.script.tokenize_prompt(x.tokenizer, prompt)
+        ids = x.script.tokenize_prompt(x.tokenizer, prompt, *schemas)
         reason = f"more than --max-prompt-length {limit} tokens" if len(ids) > limit else ""
         yield Example(row, list(ids), [], prompt=prompt, reason=reason)
 
@@ -1227,12 +1226,13 @@ def check_messages(x):
             "chat template: use a chat model, or write texts"
         )
         return
-    read_keys = {"role", "content", *re.findall(r"""[.'"](\w+)""", template)}
+    read_keys = {"role", "content", "tool_call_id", *re.findall(r"""[.'"](\w+)""", template)}
     seen = set()
     for row, column, chat in chats_of(x):
         for message in chat:
             others = {key for key, value in message.items() if value not in (None, "", [], {})} - read_keys
-            if not isinstance(message.get("content"), str):
+            is_call = message.get("content") is None and message.get("tool_calls")
+            if not isinstance(message.get("content"), str) and not is_call:
                 problem, fix = "content", "the content of a message must be a text"
             elif others:
                 problem = ", ".join(sorted(others))
@@ -1264,14 +1264,67 @@ def check_roles(x):
 def check_chat_columns(x):
     """Columns that a chat template would need, and that the script does not give it."""
     reported = set()
-    for row, _, _ in chats_of(x):
+    for row, _, chat in chats_of(x):
         for column in ("tools", "chat_template_kwargs", "images", "image", "videos", "documents"):
-            if not is_blank(row.get(column)) and row[column] != {} and column not in reported:
-                reported.add(column)
+            if is_blank(row.get(column)) or row[column] == {} or column in reported:
+                continue
+            reported.add(column)
+            if column != "tools" or x.kind != "sft":
                 yield error(
                     f"{x.place(row)}: the column {column} belongs to the chat, but this script does not give "
                     "it to the chat template"
                 )
+            elif rendered(x, row, chat) == rendered(x, {}, chat):
+                yield error(f"{x.place(row)}: the chat template does not show the column tools")
+
+
+def rendered(x, row, chat):
+    """The text of a chat with the row's tools; None if the chat template cannot write it."""
+    schemas = row.get("tools") or None
+    try:
+        schemas = json.loads(schemas) if isinstance(schemas, str) else schemas
+        return x.tokenizer.apply_chat_template(chat, tools=schemas, tokenize=False)
+    except Exception:
+        return None  # reported for the whole row
+
+
+def check_calls(x):
+    """Calls in chats that the template writes otherwise than the policy should. (In the first 100 chats.)"""
+    with_calls = [found for found in chats_of(x) if any(message.get("tool_calls") for message in found[2])]
+    seen = set()
+    for row, column, chat in with_calls[:100]:
+        loaded = [with_loaded_arguments(message) for message in chat]
+        problems = []
+        if rendered(x, row, chat) != rendered(x, row, loaded):
+            problems.append(
+                "the arguments of a call are a JSON text, which the chat template writes in quotes: load it"
+            )
+        if "jsonl" not in x.place(row) and has_null(loaded):
+            problems.append(
+                "an argument of a call is null: Arrow fills in the arguments of other calls. Use jsonl files"
+            )
+        for problem in problems:
+            if problem not in seen:
+                seen.add(problem)
+                yield error(f"{x.place(row)}, column {column}: {problem}")
+
+
+def with_loaded_arguments(message):
+    """A message whose calls have their arguments as a dict."""
+    calls = copy.deepcopy(message.get("tool_calls"))
+    if not calls:
+        return message
+    for call in calls:
+        function = call.get("function", call)
+        if isinstance(function.get("arguments"), str):
+            function["arguments"] = json_of(function["arguments"])
+    return message | {"tool_calls": calls}
+
+
+def has_null(messages):
+    """True if an argument of a call is None."""
+    calls = [call for message in messages for call in message.get("tool_calls") or []]
+    return any(None in (call.get("function", call).get("arguments") or {}).values() for call in calls)
 
 
 def check_begun_answers(x):
@@ -2348,55 +2401,139 @@ def check_tool(name, function):
         yield error(f"tool {name}: its __name__ is {schema['name']}, a tool that could not be called")
 
 
-def check_tool_format(x):
-    """A call written by the chat template must be found again, and the prompt should show the tools."""
+PROBE = {  # a tool that nobody has, to see what the chat template makes of it
+    "name": "weigh_fruit",
+    "description": "Weigh a fruit.",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "thing": {"type": "string", "description": "a name"},
+            "count": {"type": "integer", "description": "a number"},
+        },
+        "required": ["thing", "count"],
+    },
+}
+PROBE_SCHEMA = {"type": "function", "function": PROBE}
+PROBE_CALL = {"name": "weigh_fruit", "arguments": {"thing": "a red apple", "count": 7}}
+
+
+def check_known_tools(x):
+    """A policy calls only tools that it knows: from the chat template, from a prompt, or from fine-tuning."""
     if x.kind != "tools":
         return
-    tokenizer, (_, schemas) = x.tokenizer, x.tools
+    _, schemas = x.tools
     names = [schema["function"]["name"] for schema in schemas]
+    template = str(x.tokenizer.chat_template or "")
     user = {"role": "user", "content": "x"}
-    prompt = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
+    prompt = x.script.render_chat(x.tokenizer, [user], is_prompt=True, schemas=schemas)
+    prompts = [str(prompt_of(x, row)) for row in x.sample(x.train)]
+    texts = [*re.findall(r"\{#.*?#\}", template, re.DOTALL), *prompts]
     hidden = [name for name in names if name not in prompt]
-    if hidden:
+    unknown = [name for name in hidden if not any(re.search(rf"\b{name}\b", text) for text in texts)]
+    if unknown:
+        yield error(
+            f"the policy does not know the tools ({listed(unknown)}): the chat template does not show them, "
+            "and no prompt names them. Use a model whose template does, or name them in --system-prompt; if "
+            f"fine-tuning taught them, say so in a comment of the template: {{# tools: {listed(unknown)} #}}"
+        )
+    elif hidden:
         yield remark(
             f"the chat template does not show the tools ({listed(hidden)}) in the prompt: right only if "
-            "fine-tuning taught them"
+            "fine-tuning taught them, or if the prompts say how to call them"
         )
-    template = str(tokenizer.chat_template or "")
-    if "tool_calls" in template:
-        arguments = {"key": "value 1"}
-        called = {"type": "function", "function": {"name": names[0], "arguments": arguments}}
-        message = {"role": "assistant", "content": "", "tool_calls": [called]}
-        text = tokenizer.apply_chat_template([user, message], tokenize=False)[len(prompt) - 30 :]
-        found = [json_of(one) for one in x.script.find_calls(text)]
-        right = {"name": names[0], "arguments": arguments}
-        if right not in found:
-            yield error(
-                "the chat template writes calls in a format that grpo_tools.py does not read, so no call "
-                f"would be found (find_calls): {short(text, 150)}"
-            )
-    yield from turn_faults(x)
 
 
-def turn_faults(x):
-    """A template that writes a turn otherwise once a result follows, or that does not write the result."""
-    mark = "a3f1c97be20d8654"
-    texts = []
-    for result in ("1", "2"):
-        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": mark}]
-        messages.append({"role": "tool", "content": result})
-        texts.append(x.script.render_chat(x.tokenizer, messages, is_prompt=True))
-    if texts[0].count(mark) != 1:
+def check_tool_format(x):
+    """A call that the chat template writes must be read back, and what follows it must be as expected."""
+    if x.kind != "tools":
+        return
+    turn = {"role": "assistant", "content": x.script.MARK}
+    try:
+        messages = [{"role": "user", "content": "x"}, turn, result_of("72")]
+        text = x.script.render_chat(x.tokenizer, messages, is_prompt=True)
+    except Exception as problem:
+        yield error(
+            f"the chat template cannot write the result of a tool after a turn ({short(str(problem), 150)})"
+        )
+        return
+    if text.count(x.script.MARK) != 1:
         yield error("the chat template changes or drops what the assistant wrote before a tool's result")
         return
-    if texts[0] == texts[1]:
+    turn_format = x.script.TurnFormat(x.tokenizer, torch.tensor(sorted(x.stop_ids)), [PROBE_SCHEMA])
+    yield from turn_faults(x, turn_format)
+    yield from call_faults(x, turn_format)
+
+
+def turn_faults(x, turn_format):
+    """A template that writes a turn otherwise once a result follows, or that does not write the result."""
+    if turn_format.after_turn([result_of("1")]) == turn_format.after_turn([result_of("2")]):
         yield error("the chat template does not write the results of tools")
-    after = x.tokenizer(texts[0].split(mark)[1], add_special_tokens=False).input_ids
-    if x.stop_ids and after[0] not in x.stop_ids:
-        end = x.tokenizer.decode(after[0])
+    if x.stop_ids and turn_format.end not in x.stop_ids:
+        end = x.tokenizer.decode(turn_format.end)
         yield error(
             f"the chat template ends a turn with {end!r}, which must be a stop token (--stop-token-id)"
         )
+
+
+def result_of(text):
+    return {"role": "tool", "content": text}
+
+
+def call_faults(x, turn_format):
+    """A call with a text and a number: written by the template, cut out, and read by the script."""
+    user = {"role": "user", "content": "x"}
+    render = partial(x.script.render_chat, x.tokenizer, is_prompt=True, schemas=[PROBE_SCHEMA])
+    begin, mark = render([user]), x.script.MARK
+    _, end = render([user, {"role": "assistant", "content": mark}, result_of("72")]).split(mark)
+    failures = {}
+    for message in probe_messages():
+        try:
+            text = render([user, message, result_of("72")])
+        except Exception as problem:
+            failures.setdefault("raised", f"cannot write a call ({short(str(problem), 150)})")
+            continue
+        if "red apple" not in text:
+            failures.setdefault("dropped", "does not write calls")
+            continue
+        if not text.endswith(end):
+            failures.setdefault("end", f"goes on otherwise after a call: {short(text[-150:], 150)}")
+            continue
+        turns = [text.removesuffix(end).removeprefix(start) for start in starts_of(begin, text)]
+        if any(calls_in(x, turn_format, turn) == [PROBE_CALL] for turn in turns):
+            return
+        failures.setdefault("format", f"writes calls that are not read: {short([*turns, text][0], 120)}")
+    if [*failures] == ["dropped"] and PROBE["name"] not in begin:
+        yield remark(
+            "the chat template neither shows tools nor writes calls: they are read as "
+            '<tool_call>{"name": ..., "arguments": {...}}</tool_call>'
+        )
+        return
+    problem = next(failures[kind] for kind in ("format", "end", "raised", "dropped") if kind in failures)
+    yield error(
+        f"the chat template {problem}. grpo_tools.py reads <tool_call>{{JSON}}</tool_call>, or what "
+        "response_template in tokenizer_config.json describes"
+    )
+
+
+def probe_messages():
+    """The call as templates may need it: the arguments as a JSON text, or a thought before the call."""
+    for arguments in (PROBE_CALL["arguments"], json.dumps(PROBE_CALL["arguments"])):
+        for thought in ({}, {"reasoning_content": "Hm."}):
+            call = {"type": "function", "function": PROBE_CALL | {"arguments": arguments}}
+            yield {"role": "assistant", "content": "", "tool_calls": [call], **thought}
+
+
+def starts_of(begin, text):
+    """What of a rendered chat comes before the turn: the prompt, perhaps without a thought that it opens."""
+    starts = [begin, begin.rpartition("<think>")[0]]
+    return [start for start in starts if start and text.startswith(start)]
+
+
+def calls_in(x, turn_format, turn):
+    """The calls that the script reads in the text of a turn. -> list, None for what is no JSON"""
+    tokens = x.tokenizer(turn, add_special_tokens=False).input_ids
+    _, calls, _ = turn_format.read_turn([*tokens, turn_format.end])
+    return [json_of(call) for call in calls]
 
 
 def json_of(text):
@@ -2486,13 +2623,14 @@ CHECKS = [
     *(check_python, check_numbers, check_pairs_of_flags, check_packages, check_paths, check_functions),
     *(check_adapters, check_files, check_splits, check_loading, check_reward_weights),
     *(check_flags_without_effect, check_tools, check_template_options, check_tokenizer, check_chat_texts),
-    *(check_messages, check_roles, check_chat_columns, check_columns_of_one_row, check_begun_answers),
+    *(check_messages, check_roles, check_chat_columns, check_calls, check_columns_of_one_row),
+    check_begun_answers,
     *(check_preferences, check_completions, check_labels, check_dialogs, check_kept_rows, check_two_bos),
     *(check_held_out, check_amount, check_blank_values, check_unread_columns, check_learned_answers),
     *(check_end_of_answers, check_control_tokens, check_vocabulary, check_stop_tokens, check_from_config),
     *(check_context, check_logits, check_quantized, check_lora, check_shared_layers, check_critic),
     *(check_reward_models, check_column_names, check_rewards, check_judge_of_dpo),
-    *(check_system_prompt, check_tool_format, check_memory),
+    *(check_system_prompt, check_known_tools, check_tool_format, check_memory),
 ]
 # What yields only remarks, so errors() leaves it out.
 ONLY_REMARKS = (
@@ -2723,9 +2861,9 @@ def show_tools(x):
         function = schema["function"]
         arguments = ", ".join(function["parameters"]["properties"])
         yield f"{function['name']}({arguments}): {short(function['description'], 80)}"
-    turn_format = x.script.TurnFormat(x.tokenizer, torch.tensor(sorted(x.stop_ids)))
+    turn_format = x.script.TurnFormat(x.tokenizer, torch.tensor(sorted(x.stop_ids)), schemas)
     yield "what follows a call, with the result 72 (the policy writes none of it):"
-    ids = turn_format.after_calls(["72"])
+    ids = turn_format.after_turn([result_of("72")])
     yield marked(x.tokenizer, ids, special_ids(x.tokenizer), None)
 
 

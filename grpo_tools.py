@@ -278,17 +278,15 @@ def train(args):
     trainer_state = transformers.TrainerState(max_steps=updates, global_step=updates)
     get_scores = load_reward(args, trainer_state, device)  # (trajectories) -> dict: name of the reward -> [B]
     # make_tools(columns) -> the tools of a new trajectory, a dict: name -> function; its environment, or None
+    # schemas: what the chat template shows to the model in every prompt (if it knows tools)
     make_tools, schemas = load_tools(args)
-    # If the chat template reads them, every prompt describes the tools. That of the small model does not:
-    # fine-tuning taught it the tools.
-    tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, tools=schemas)
-    train_prompts, held_out = load_prompts(args, tokenizer)
+    train_prompts, held_out = load_prompts(args, tokenizer, schemas)
     policy = load_policy(args, args.model_name_or_path, device)
     has_kl = args.kl_coef != 0
     ref_model = load_reference(args, policy, args.model_name_or_path, device) if has_kl else None
     check_model(policy, args.max_prompt_length + T)
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)  # [any number]
-    turn_format = TurnFormat(tokenizer, stop_ids)  # what the template writes between turns; .end of a turn
+    turn_format = TurnFormat(tokenizer, stop_ids, schemas)  # how the chat template writes turns
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
     if is_bf16:
@@ -735,8 +733,7 @@ def write_trajectories(policy, tokenizer, turn_format, make_tools, stop_ids, bat
         for x, (tokens, logprobs) in zip(writers, turns, strict=True):
             x.add(tokens, logprobs)
             x.num_turns += 1
-            text, is_complete = turn_format.text_of_turn(tokens)
-            calls = find_calls(text)
+            text, calls, is_complete = turn_format.read_turn(tokens)
             x.messages.append({"role": "assistant", "content": text, "tool_calls": calls})
             x.has_ended = is_complete and not calls
 
@@ -746,11 +743,12 @@ def write_trajectories(policy, tokenizer, turn_format, make_tools, stop_ids, bat
         callers = [x for x in writers if x.messages[-1]["tool_calls"] and x.tokens[-1] == turn_format.end]
         writers = []
         for x, results in zip(callers, call_tools(callers, args.tool_timeout)):
-            results = [cut_text(tokenizer, result, args.max_tool_tokens) for result in results]
-            tokens = turn_format.after_calls(results)
+            results = [turn_format.text_of_result(result, args.max_tool_tokens) for result in results]
+            messages = [{"role": "tool", "content": result} for result in results]
+            tokens = turn_format.after_turn(messages)
             if len(x.tokens) + len(tokens) < T and x.num_turns < args.max_turns:
                 x.add(tokens)
-                x.messages += [{"role": "tool", "content": result} for result in results]
+                x.messages += messages
                 writers.append(x)
         if not writers:
             break
@@ -795,35 +793,69 @@ def load_tools(args):
     return make_tools, [transformers.utils.get_json_schema(tool) for tool in tools_of(example).values()]
 
 
+MARK = "a3f1c97be20d8654"  # in place of a text, to find it in what the chat template writes
+# A thought, or a call in the format of Qwen2.5, Qwen3 and Hermes. A call that is only thought about is none.
+THOUGHT_OR_CALL = re.compile(r"<think>.*?(?:</think>|$)|<tool_call>(.*?)</tool_call>", re.DOTALL)
+
+
 class TurnFormat:
-    """How the chat template ends a turn of the assistant, and what it writes before the next one."""
+    """How the chat template writes a turn of the assistant, its calls, and what follows it."""
 
-    def __init__(self, tokenizer, stop_ids):
-        self.tokenizer, self.stops = tokenizer, stop_ids.tolist()
+    def __init__(self, tokenizer, stop_ids, schemas):
+        self.tokenizer, self.stops, self.schemas = tokenizer, stop_ids.tolist(), schemas
+        user = {"role": "user", "content": MARK}
+        # What precedes the text of a turn. In some templates, it opens a thought.
+        self.header = render_chat(tokenizer, [user], is_prompt=True, schemas=schemas).rpartition(MARK)[2]
         # The first token after the text of a turn is its end, which the policy writes itself.
-        self.end, *_ = self.ids_after_text(["x"])
+        self.end, *_ = self.ids_after_text([{"role": "tool", "content": "x"}])
+        # Texts that would become control tokens if a tool wrote them.
+        added = [(token.content, token.special) for token in tokenizer.added_tokens_decoder.values()]
+        control = [text for text, is_special in added if is_special or text in tokenizer.chat_template]
+        self.control = re.compile("|".join(re.escape(text) for text in control if text.strip()))
 
-    def text_of_turn(self, tokens):
-        """The text of a sampled turn without its stop token, and whether it has one. -> str, bool"""
+    def read_turn(self, tokens):
+        """A sampled turn: its text without its stop token, its calls, and whether it has a stop token.
+
+        -> str, list of str (JSON, unless the policy made a mistake), bool
+        """
         is_complete = tokens[-1] in self.stops
-        return self.tokenizer.decode(tokens[:-1] if is_complete else tokens), is_complete
+        text = self.tokenizer.decode(tokens[:-1] if is_complete else tokens)
+        if self.tokenizer.response_template is None:
+            calls = [match[1] for match in THOUGHT_OR_CALL.finditer(self.header + text)]
+            return text, [call for call in calls if call is not None], is_complete
+        try:  # the model's folder says how to read its turns (tokenizer_config.json)
+            message = self.tokenizer.parse_response(tokens, prefix=self.header, tools=self.schemas)
+            calls = [json.dumps(call["function"]) for call in message.get("tool_calls") or []]
+        except Exception as error:  # by what the policy wrote
+            calls = [f"{type(error).__name__}: {error}"]
+        return text, calls, is_complete
 
-    def after_calls(self, results):
-        """The token ids that follow a complete turn with calls: their results, and the next turn's header."""
-        return self.ids_after_text(results)[1:]
+    def has_open_call(self, text):
+        """True if the policy began a call and did not finish it."""
+        return "<tool_call>" in THOUGHT_OR_CALL.sub("", self.header + text)
 
-    def ids_after_text(self, results):
-        """The token ids after the assistant's text: the end of the turn, the results, the next header."""
-        text = "a3f1c97be20d8654"  # in place of what the policy wrote; no result contains it
-        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": text}]
-        messages += [{"role": "tool", "content": result} for result in results]
-        _, after = render_chat(self.tokenizer, messages, is_prompt=True).split(text)
+    def text_of_result(self, result, max_tokens):
+        """What the policy reads of a tool's result: its beginning, in which nothing is a control token."""
+        text = result.encode(errors="replace").decode()  # no tokenizer takes "\ud83d", which JSON may have
+        text = self.control.sub(lambda match: match[0][0] + " " + match[0][1:], text)
+        ids = self.tokenizer(text, add_special_tokens=False).input_ids
+        if len(ids) <= max_tokens:
+            return text
+        return self.tokenizer.decode(ids[:max_tokens]).rstrip("\ufffd")  # half a letter decodes to \ufffd
+
+    def prompt_ids(self, prompt):
+        """The token ids of a list of messages, up to where the policy begins."""
+        return tokenize_prompt(self.tokenizer, prompt, self.schemas)
+
+    def after_turn(self, messages):
+        """The token ids that follow a complete turn: the messages, and the header of the next turn."""
+        return self.ids_after_text(messages)[1:]
+
+    def ids_after_text(self, messages):
+        """The token ids after the assistant's text: the end of the turn, the messages, the next header."""
+        chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": MARK}, *messages]
+        _, after = render_chat(self.tokenizer, chat, is_prompt=True, schemas=self.schemas).split(MARK)
         return self.tokenizer(after, add_special_tokens=False).input_ids
-
-
-def find_calls(text):
-    """The calls in a turn of the policy, in the format of Qwen2.5, Qwen3 and Hermes. -> list of str (JSON)"""
-    return re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL)
 
 
 def call_tools(callers, timeout):
@@ -1437,13 +1469,6 @@ class FixedSizeLayer(DynamicLayer):
 # ---- Tools and rewards -------------------------------------------------------------------------------------
 
 
-def cut_text(tokenizer, text, max_tokens):
-    """The first max_tokens tokens of a text. -> str"""
-    text = text.encode(errors="replace").decode()  # no tokenizer takes "\ud83d", which JSON may have
-    ids = tokenizer(text, add_special_tokens=False).input_ids
-    return text if len(ids) <= max_tokens else tokenizer.decode(ids[:max_tokens])
-
-
 def load_reward(args, trainer_state, device):
     """-> score_trajectories, with its first arguments filled in"""
     functions = load_functions(args.reward_fn or [])
@@ -1557,7 +1582,7 @@ def read_rows(path):
         return [json.loads(line) for line in file if line.strip()]
 
 
-def load_prompts(args, tokenizer):
+def load_prompts(args, tokenizer, schemas):
     """-> training tasks, held-out tasks. Both are a list of dict, from load_tasks"""
     train_rows, held_out_rows = load_splits(args.dataset_name)
     for row in train_rows + held_out_rows:  # tools are in the chat template, so a text becomes a chat
@@ -1565,13 +1590,13 @@ def load_prompts(args, tokenizer):
             row["prompt"] = [{"role": "user", "content": row["prompt"]}]
     if args.num_train_rows is not None:  # the same ones for every --seed
         train_rows = random.Random(0).sample(train_rows, min(args.num_train_rows, len(train_rows)))
-    held_out = load_tasks(held_out_rows, tokenizer, args)
+    held_out = load_tasks(held_out_rows, tokenizer, args, schemas)
     order = stream_rows(len(held_out), 0, len(held_out), args.seed)
     held_out = [held_out[i] for i in order[: args.num_eval_prompts]]
-    return load_tasks(train_rows, tokenizer, args), held_out
+    return load_tasks(train_rows, tokenizer, args, schemas), held_out
 
 
-def load_tasks(rows, tokenizer, args):
+def load_tasks(rows, tokenizer, args, schemas=None):
     """The tasks whose prompt is complete and short enough, as a list of dict:
 
     ids: token ids of the prompt; prompt: str or list of messages; columns: the row, for reward functions
@@ -1579,7 +1604,7 @@ def load_tasks(rows, tokenizer, args):
     tasks = []
     for row in rows:
         prompt = task_prompt(row, tokenizer, args)
-        ids = [] if prompt is None else tokenize_prompt(tokenizer, prompt)
+        ids = [] if prompt is None else tokenize_prompt(tokenizer, prompt, schemas)
         if 0 < len(ids) <= args.max_prompt_length:
             tasks.append(dict(ids=ids, prompt=prompt, columns=row))
     accelerate.PartialState().print(f"{len(tasks)} of {len(rows)} rows have a prompt that is short enough")
@@ -1609,11 +1634,12 @@ def task_prompt(row, tokenizer, args):
     return prompt
 
 
-def tokenize_prompt(tokenizer, prompt):
+def tokenize_prompt(tokenizer, prompt, schemas=None):
     """The token ids of a prompt, which is a text or a list of messages. -> list"""
     if not is_chat(prompt):
         return tokenizer(prompt).input_ids
-    return tokenizer(render_chat(tokenizer, prompt, is_prompt=True), add_special_tokens=False).input_ids
+    text = render_chat(tokenizer, prompt, is_prompt=True, schemas=schemas)
+    return tokenizer(text, add_special_tokens=False).input_ids
 
 
 def is_chat(value):
@@ -1621,16 +1647,17 @@ def is_chat(value):
     return isinstance(value, list) and len(value) > 0
 
 
-def render_chat(tokenizer, messages, is_prompt=False):
+def render_chat(tokenizer, messages, is_prompt=False, schemas=None):
     """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
     one, so tokenize it with add_special_tokens=False.
 
     is_prompt: end where the assistant continues: after the header of its turn or, if the last message is its
-    own, inside that message. -> str
+    own, inside that message. schemas: the tools that the template shows to the model. -> str
     """
     is_begun = messages[-1]["role"] == "assistant" and is_prompt  # the policy goes on with this message
     return tokenizer.apply_chat_template(
         messages,
+        tools=schemas,
         tokenize=False,
         add_generation_prompt=is_prompt and not is_begun,
         continue_final_message=is_begun,

@@ -330,7 +330,7 @@ def test_a_system_prompt_about_another_tool(scripts, small, tmp_path):
         "grpo_tools", tools=[f"{tmp_path}/own_tools.py:search"], system_prompt=prompt, max_prompt_length=200
     )
     found = findings(scripts["grpo_tools"], args)
-    assert_only(found, "--system-prompt speaks of the tool calculator, but the tools are search")
+    assert "--system-prompt speaks of the tool calculator, but the tools are search" in texts(found)
 
 
 CALLS = {  # how a template writes a call -> whether grpo_tools.py finds it
@@ -368,7 +368,7 @@ def test_the_format_of_calls(scripts, small, monkeypatch, form, is_found):
 
     monkeypatch.setattr(module, "load_tokenizer", load_tokenizer)
     found = findings(module, small("grpo_tools", max_prompt_length=400, response_length=100))
-    errors = [text for text in texts(found) if "writes calls in a format" in text]
+    errors = [text for text in texts(found) if "writes calls that are not read" in text]
     assert len(errors) == (not is_found), texts(found)
     assert not any("does not show the tools" in text for text in texts(found, "remark"))
 
