@@ -334,7 +334,7 @@ class Inputs:
     @property
     @once
     def tools(self):
-        """-> make_tools, schemas, as in grpo_tools.py"""
+        """-> start_tools, schemas, as in grpo_tools.py"""
         with own_modules():
             return self.script.load_tools(self.args)
 
@@ -647,8 +647,8 @@ POSITIVE = (
     *("total_episodes", "num_train_epochs", "num_train_rows", "num_eval_prompts", "num_eval_pairs"),
     *("num_eval_samples", "num_context_utterances", "max_length", "query_min_length", "response_min_length"),
     *("response_length", "temperature", "max_grad_norm", "score_clip", "kl_target", "kl_horizon", "beta"),
-    *("max_turns", "max_tool_tokens", "tool_timeout", "lora_alpha", "max_prompt_length", "learning_rate"),
-    *("local_rollout_forward_batch_size",),
+    *("max_turns", "max_tool_tokens", "tool_workers", "tool_timeout", "lora_alpha", "max_prompt_length"),
+    *("learning_rate", "local_rollout_forward_batch_size"),
 )
 
 
@@ -1790,7 +1790,18 @@ def longest_text(x):
             posts = [len(post.ids) + args.response_length for post in dpo_posts(x)]
             return max([*pairs, *posts, longest]), "--max-length or --response-length"
         return longest, "--max-prompt-length or --response-length"
-    return args.max_prompt_length + args.response_length, "--max-prompt-length or --response-length"
+    longest = args.max_prompt_length + args.response_length
+    if x.kind == "tools" and args.environment:
+        longest += args.max_tool_tokens  # what reset() says
+    if x.kind == "tools" and has_learned_positions(x.model):
+        longest += args.response_length  # turns are sampled up to the longest one; the rest is cut off
+    return longest, "--max-prompt-length or --response-length"
+
+
+def has_learned_positions(model):
+    """True if a model has a table of positions, so that one position more is an IndexError."""
+    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Embedding)]
+    return any(re.search(r"wpe|pos", name) for name in names)
 
 
 def check_context(x):
@@ -2082,17 +2093,18 @@ def start_of(x, row):
 
 def score_tools(x, get_scores, rows, responses):
     """Trajectories of one turn, without a call."""
-    make_tools, _ = x.script.load_tools(x.args)
+    start_tools, _ = x.tools
     trajectories = []
     for row, response in zip(rows, responses):
-        tools, environment = make_tools(row)
         example = dict(prompt=prompt_of(x, row), columns=row, ids=[])
         tokens = x.tokenizer(response, add_special_tokens=False).input_ids
         messages = [{"role": "assistant", "content": response, "tool_calls": []}]
-        trajectories.append(
-            x.script.Trajectory(example, tools, environment, None, tokens=tokens, messages=messages)
-        )
-    return {name: numbers.tolist() for name, numbers in get_scores(trajectories).items()}
+        trajectories.append(x.script.Trajectory(example, None, tokens=tokens, messages=messages))
+    start_tools(trajectories)
+    scores = {name: numbers.tolist() for name, numbers in get_scores(trajectories).items()}
+    for job in [trajectory.ask("close") for trajectory in trajectories]:
+        job.result()
+    return scores
 
 
 def scored_rows(x):
@@ -2354,7 +2366,7 @@ def is_path(x, text):
 
 
 def check_tools(x):
-    """Tools that cannot be described to the policy, or whose result would be a coroutine."""
+    """Tools that cannot be described to the policy, or that cannot work in a thread."""
     if x.kind != "tools":
         return
     names = functions_of(x, "tools")
@@ -2364,15 +2376,15 @@ def check_tools(x):
             yield error(f"--tools: {count} tools are called {name}")
     with own_modules():
         functions = x.script.load_functions(list(dict.fromkeys(names)))
+        for name, function in functions.items():
+            yield from thread_faults(f"tool {name}", function)
         if x.args.environment:
-            environment = environment_class(x)()
-            for name in dir(environment):
-                method = getattr(environment, name)
-                if name.startswith("_") or name in ("reset", "get_reward") or not inspect.isroutine(method):
-                    continue
+            yield from environment_faults(x)
+            methods = methods_of(x)
+            for name in methods:
                 if name in functions:
                     yield error(f"--tools and --environment both have a tool {name}")
-                functions[name] = method
+            functions |= methods
     for name, function in functions.items():
         yield from check_tool(name, function)
     if not functions:
@@ -2384,21 +2396,62 @@ def check_tools(x):
         yield error("--reward-fn: the name environment is that of get_reward(), so use another")
 
 
+def methods_of(x):
+    """The tools of the environment. -> dict: name -> method of an object"""
+    found = environment_class(x)
+    names = [name for name, _ in inspect.getmembers(found, inspect.isroutine) if not name.startswith("_")]
+    environment = found()
+    return {name: getattr(environment, name) for name in names if name not in x.script.OWN_METHODS}
+
+
+def environment_faults(x):
+    """Methods that the script would call otherwise, or never; tools and data of a recipe beside it."""
+    found = environment_class(x)
+    for name, function in inspect.getmembers(found, inspect.isfunction):
+        yield from thread_faults(f"{found.__name__}.{name}", function)
+    if not hasattr(found, "reset"):
+        yield error(f"{x.args.environment} has no method reset, which gets the columns of the task")
+    for name, inputs in (("reply", ["text"]), ("is_over", []), ("get_reward", []), ("close", [])):
+        try:
+            inspect.signature(getattr(found, name, lambda *inputs: None)).bind("self", *inputs)
+        except TypeError as problem:
+            call = f"{name}({', '.join(inputs)})"
+            yield error(f"{x.args.environment}: the script calls {call}, which is no tool ({problem})")
+    recipe = x.script.RECIPES.get(x.args.recipe)
+    kept = (
+        recipe and recipe.tools and (recipe.tools, recipe.dataset_name) == (x.args.tools, x.args.dataset_name)
+    )
+    if kept and x.args.environment != recipe.environment:
+        yield error(
+            f"--environment {x.args.environment} with the tools and the data of the recipe {x.args.recipe}: "
+            "name --dataset-name, which drops what the recipe says of its own data, or --tools None"
+        )
+
+
+def thread_faults(name, function):
+    """Signals arrive in the main thread only, but tools and environments run in others."""
+    try:
+        source = inspect.getsource(function)
+    except (OSError, TypeError):  # it is not written in Python
+        return
+    found = re.search(r"\bsignal\.(alarm|setitimer|signal)\(", source)
+    if found:
+        yield error(
+            f"{name} calls {found[0]}), which works only in the main thread, but tools have threads of their "
+            "own: use --tool-timeout, or a process as in examples/python_tool.py"
+        )
+
+
 def check_tool(name, function):
-    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        yield error(f"tool {name} is async: its result would be a coroutine; write a plain function")
-    elif inspect.isgeneratorfunction(function):
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         yield error(f"tool {name} is a generator: return its result instead of yielding it")
     try:
-        schema = transformers.utils.get_json_schema(function)["function"]
+        transformers.utils.get_json_schema(function)
     except Exception as problem:
         line = short(str(problem), 150)
         yield error(
             f"tool {name} cannot be described to the policy: it needs a docstring and type hints ({line})"
         )
-        return
-    if schema["name"] != name:
-        yield error(f"tool {name}: its __name__ is {schema['name']}, a tool that could not be called")
 
 
 PROBE = {  # a tool that nobody has, to see what the chat template makes of it
