@@ -56,7 +56,14 @@ ARGUMENTS = (
 ONLY_USERS = (
     "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
 )
+NO_NUMBERS = (
+    '{{ \'<tool_call>{"name": "\' + f.name + \'", "arguments": {"thing": "\' + f.arguments.thing + \'"\' }}'
+)
+NO_NUMBERS += (
+    "{% if f.arguments.count is defined %}{{ ', \"count\": ' + f.arguments.count }}{% endif %}}}</tool_call>"
+)
 WORKS = {
+    "only texts as arguments": (template(NO_NUMBERS), None),
     "JSON between tags": (template(HERMES), None),
     "on several lines": (template(f"<tool_call>\n{JSON}\n</tool_call>"), None),
     "a header that opens a thought": (template(HERMES, thought=THOUGHT, tail=OPEN), None),
@@ -118,6 +125,8 @@ def test_tools_that_fine_tuning_taught():
     [*_, finding] = faults(text.replace("weigh_fruit", "weigh"))
     assert finding.kind == "remark" and "neither shows tools nor writes calls" in finding.text
     assert any(finding.kind == "error" for finding in faults(text.replace("weigh_fruit", "weigh")))
+    code = template("", head="{% if messages[0].role == 'weigh_fruit' %}{% endif %}")
+    assert any(finding.kind == "error" for finding in faults(code))
 
 
 def test_the_templates_of_the_tests():

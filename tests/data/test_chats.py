@@ -180,6 +180,23 @@ def test_what_is_learned_of_a_chat_with_tools(content):
     assert learned(tokenizer, labels) == [call, "It is 5.<|im_end|>"]
 
 
+def test_calls_of_a_model_that_drops_thoughts():
+    """Qwen3 writes a thought into a last answer only. So a call needs one of its own, or a row of its own."""
+    tokenizer = build_tokenizer("qwen3")
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call><|im_end|>'
+    answer = "<think>\n\n</think>\n\nIt is 5.<|im_end|>"
+    messages = tool_chat()
+    for row, expected in (
+        ({"messages": messages}, [answer]),
+        ({"prompt": messages[:1], "completion": messages[1:2]}, ["<think>\n\n</think>\n\n" + call]),
+    ):
+        [(_, labels)] = documents_of(tokenizer, row | {"tools": [ADD]}, max_length=2000)
+        assert learned(tokenizer, labels) == expected
+    messages[1]["reasoning_content"] = "Hm."
+    [(_, labels)] = documents_of(tokenizer, {"messages": messages, "tools": [ADD]}, max_length=2000)
+    assert learned(tokenizer, labels) == ["<think>\nHm.\n</think>\n\n" + call, answer]
+
+
 def test_tools_of_a_chat_as_a_json_text():
     """So a parquet file must hold them. Empty ones are none."""
     tokenizer = build_tokenizer("qwen2_5")
@@ -529,17 +546,31 @@ def test_arguments_as_a_json_text(faults):
     assert line.startswith("train.jsonl row 2, column messages: the arguments of a call are a JSON text")
 
 
-def test_arguments_of_other_rows(faults, scripts, small, tmp_path):
+SAME = [{"a": 2}, {"a": 3}]
+PARAMETERS = [{"properties": {"a": "number"}}, {"properties": {"b": "number"}}]
+
+
+@pytest.mark.parametrize(
+    "arguments_of_rows, tools_of_rows, is_found",
+    [
+        (SAME, [[ADD], [ADD]], False),
+        ([{"a": 2}, {"b": 3}], [[ADD], [ADD]], True),
+        (SAME, [[{"parameters": parameters}] for parameters in PARAMETERS], True),
+        (SAME, [json.dumps([{"default": None}])] * 2, False),
+    ],
+)
+def test_arguments_of_other_rows(scripts, small, tmp_path, arguments_of_rows, tools_of_rows, is_found):
     """A parquet file has one type for all rows, so each call has the arguments of all calls."""
     tokenizer = build_tokenizer("qwen2_5")
     lm = save(random_lm("bloom", tokenizer, seed=0), tokenizer, tmp_path / "lm")
-    rows = [{"messages": tool_chat(arguments=arguments)} for arguments in ({"a": 2}, {"b": 3})]
+    rows = [{"messages": tool_chat(arguments=arguments)} for arguments in arguments_of_rows]
+    rows = [row | {"tools": tools} for row, tools in zip(rows, tools_of_rows)]
     (tmp_path / "data").mkdir()
     for split in ("train", "test"):
         datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / f"data/{split}.parquet"))
     args = small("sft", model_name_or_path=lm, dataset_name=str(tmp_path / "data"), max_length=2000)
     lines = check.errors(scripts["sft"], args)
-    assert any("an argument of a call is null" in line for line in lines), lines
+    assert any("a call or a tool has null" in line for line in lines) == is_found, lines
 
 
 @pytest.mark.parametrize("name", CHAT_SCRIPTS)
