@@ -20,6 +20,7 @@ Inputs: the script, its flags and, loaded once, its data, tokenizer and configs.
 
 import ast
 import contextlib
+import copy
 import csv
 import gzip
 import importlib
@@ -171,13 +172,10 @@ class Inputs:
     @property
     @once
     def tokenizer(self):
-        """The script's tokenizer, with --chat-template-kwargs and, in grpo_tools.py, the tools."""
+        """The script's tokenizer, with --chat-template-kwargs."""
         tokenizer = self.tokenizer_of(self.tokenizer_name)
         if self.flag("chat_template_kwargs") and hasattr(self.script, "set_template_options"):
             self.script.set_template_options(tokenizer, self.args)
-        if self.kind == "tools":
-            _, schemas = self.tools
-            tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, tools=schemas)
         return tokenizer
 
     @once
@@ -350,7 +348,7 @@ class Inputs:
     @property
     @once
     def tools(self):
-        """-> make_tools, schemas, as in grpo_tools.py"""
+        """-> start_tools, schemas, as in grpo_tools.py"""
         with own_modules():
             return self.script.load_tools(self.args)
 
@@ -627,12 +625,13 @@ def dialog_examples(x, rows):
 def prompt_examples(x, rows):
     """The prompts of rloo_tldr.py, grpo_math.py and grpo_tools.py."""
     limit = x.args.max_prompt_length
+    schemas = x.tools[1:] if x.kind == "tools" else ()  # in grpo_tools.py, the prompts describe the tools
     for row in rows:
         prompt = prompt_of(x, row)
         if is_blank(prompt):
             yield Example(row, [], [], reason="no prompt, or a part of it is missing")
             continue
-        ids = x.script.tokenize_prompt(x.tokenizer, prompt)
+        ids = x.script.tokenize_prompt(x.tokenizer, prompt, *schemas)
         reason = f"more than --max-prompt-length {limit} tokens" if len(ids) > limit else ""
         yield Example(row, list(ids), [], prompt=prompt, reason=reason)
 
@@ -666,8 +665,8 @@ POSITIVE = (
     *("total_episodes", "num_train_epochs", "num_train_rows", "num_eval_prompts", "num_eval_pairs"),
     *("num_eval_samples", "num_context_utterances", "max_length", "query_min_length", "response_min_length"),
     *("response_length", "temperature", "max_grad_norm", "score_clip", "kl_target", "kl_horizon", "beta"),
-    *("max_turns", "max_tool_tokens", "tool_timeout", "lora_alpha", "max_prompt_length", "learning_rate"),
-    *("local_rollout_forward_batch_size",),
+    *("max_turns", "max_tool_tokens", "tool_workers", "tool_timeout", "lora_alpha", "max_prompt_length"),
+    *("learning_rate", "local_rollout_forward_batch_size"),
 )
 
 
@@ -1257,16 +1256,13 @@ def check_messages(x):
             "chat template: use a chat model, or write texts"
         )
         return
-    read_keys = {"role", "content", *re.findall(r"""[.'"](\w+)""", template)}
+    read_keys = {"role", "content", "tool_call_id", *re.findall(r"""[.'"](\w+)""", template)}
     seen = set()
     for row, column, chat in chats_of(x):
         for message in chat:
             others = {key for key, value in message.items() if value not in (None, "", [], {})} - read_keys
-            if (
-                message.get("content") is None
-                and message.get("tool_calls")
-                and writes_calls_alone(x, message)
-            ):
+            is_call = message.get("content") is None and message.get("tool_calls")
+            if is_call and writes_calls_alone(x, message):
                 continue
             if not isinstance(message.get("content"), str):
                 problem, fix = "content", "the content of a message must be a text"
@@ -1310,14 +1306,67 @@ def check_roles(x):
 def check_chat_columns(x):
     """Columns that a chat template would need, and that the script does not give it."""
     reported = set()
-    for row, _, _ in chats_of(x):
+    for row, _, chat in chats_of(x):
         for column in ("tools", "chat_template_kwargs", "images", "image", "videos", "documents"):
-            if not is_blank(row.get(column)) and row[column] != {} and column not in reported:
-                reported.add(column)
+            if is_blank(row.get(column)) or row[column] == {} or column in reported:
+                continue
+            reported.add(column)
+            if column != "tools" or x.kind != "sft":
                 yield error(
                     f"{x.place(row)}: the column {column} belongs to the chat, but this script does not give "
                     "it to the chat template"
                 )
+            elif rendered(x, row, chat) == rendered(x, {}, chat):
+                yield error(f"{x.place(row)}: the chat template does not show the column tools")
+
+
+def rendered(x, row, chat):
+    """The text of a chat with the row's tools; None if the chat template cannot write it."""
+    schemas = row.get("tools") or None
+    try:
+        schemas = json.loads(schemas) if isinstance(schemas, str) else schemas
+        return x.tokenizer.apply_chat_template(chat, tools=schemas, tokenize=False)
+    except Exception:
+        return None  # reported for the whole row
+
+
+def check_calls(x):
+    """Calls in chats that the template writes otherwise than the policy should. (In the first 100 chats.)"""
+    with_calls = [found for found in chats_of(x) if any(message.get("tool_calls") for message in found[2])]
+    seen = set()
+    for row, column, chat in with_calls[:100]:
+        loaded = [with_loaded_arguments(message) for message in chat]
+        problems = []
+        if rendered(x, row, chat) != rendered(x, row, loaded):
+            problems.append(
+                "the arguments of a call are a JSON text, which the chat template writes in quotes: load it"
+            )
+        tools = row.get("tools")
+        has_null = null_argument(loaded) or isinstance(tools, list) and ": null" in json.dumps(tools)
+        if has_null and "jsonl" not in x.place(row):
+            problems.append("a call or a tool has null: Arrow fills in what other rows have. Use jsonl files")
+        for problem in problems:
+            if problem not in seen:
+                seen.add(problem)
+                yield error(f"{x.place(row)}, column {column}: {problem}")
+
+
+def with_loaded_arguments(message):
+    """A message whose calls have their arguments as a dict."""
+    calls = copy.deepcopy(message.get("tool_calls"))
+    if not calls:
+        return message
+    for call in calls:
+        function = call.get("function", call)
+        if isinstance(function.get("arguments"), str):
+            function["arguments"] = json_of(function["arguments"])
+    return message | {"tool_calls": calls}
+
+
+def null_argument(messages):
+    """True if an argument of a call is None."""
+    calls = [call for message in messages for call in message.get("tool_calls") or []]
+    return any(None in (call.get("function", call).get("arguments") or {}).values() for call in calls)
 
 
 def check_begun_answers(x):
@@ -1886,7 +1935,18 @@ def longest_text(x):
             posts = [len(post.ids) + args.response_length for post in dpo_posts(x)]
             return max([*pairs, *posts, longest]), "--max-length or --response-length"
         return longest, "--max-prompt-length or --response-length"
-    return args.max_prompt_length + args.response_length, "--max-prompt-length or --response-length"
+    longest = args.max_prompt_length + args.response_length
+    if x.kind == "tools" and args.environment:
+        longest += args.max_tool_tokens  # what reset() says
+    if x.kind == "tools" and has_learned_positions(x.model):
+        longest += args.response_length  # turns are sampled up to the longest one; the rest is cut off
+    return longest, "--max-prompt-length or --response-length"
+
+
+def has_learned_positions(model):
+    """True if a model has a table of positions, so that one position more is an IndexError."""
+    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Embedding)]
+    return any(re.search(r"wpe|pos", name) for name in names)
 
 
 def check_context(x):
@@ -2199,17 +2259,18 @@ def start_of(x, row):
 
 def score_tools(x, get_scores, rows, responses):
     """Trajectories of one turn, without a call."""
-    make_tools, _ = x.script.load_tools(x.args)
+    start_tools, _ = x.tools
     trajectories = []
     for row, response in zip(rows, responses):
-        tools, environment = make_tools(row)
         example = dict(prompt=prompt_of(x, row), columns=row, ids=[])
         tokens = x.tokenizer(response, add_special_tokens=False).input_ids
         messages = [{"role": "assistant", "content": response, "tool_calls": []}]
-        trajectories.append(
-            x.script.Trajectory(example, tools, environment, None, tokens=tokens, messages=messages)
-        )
-    return {name: numbers.tolist() for name, numbers in get_scores(trajectories).items()}
+        trajectories.append(x.script.Trajectory(example, None, tokens=tokens, messages=messages))
+    start_tools(trajectories)
+    scores = {name: numbers.tolist() for name, numbers in get_scores(trajectories).items()}
+    for job in [trajectory.ask("close") for trajectory in trajectories]:
+        job.result()
+    return scores
 
 
 def scored_rows(x):
@@ -2468,7 +2529,7 @@ def is_path(x, text):
 
 
 def check_tools(x):
-    """Tools that cannot be described to the policy, or whose result would be a coroutine."""
+    """Tools that cannot be described to the policy, or that cannot work in a thread."""
     if x.kind != "tools":
         return
     names = functions_of(x, "tools")
@@ -2478,15 +2539,15 @@ def check_tools(x):
             yield error(f"--tools: {count} tools are called {name}")
     with own_modules():
         functions = x.script.load_functions(list(dict.fromkeys(names)))
+        for name, function in functions.items():
+            yield from thread_faults(f"tool {name}", function)
         if x.args.environment:
-            environment = environment_class(x)()
-            for name in dir(environment):
-                method = getattr(environment, name)
-                if name.startswith("_") or name in ("reset", "get_reward") or not inspect.isroutine(method):
-                    continue
+            yield from environment_faults(x)
+            methods = methods_of(x)
+            for name in methods:
                 if name in functions:
                     yield error(f"--tools and --environment both have a tool {name}")
-                functions[name] = method
+            functions |= methods
     for name, function in functions.items():
         yield from check_tool(name, function)
     if not functions:
@@ -2498,25 +2559,108 @@ def check_tools(x):
         yield error("--reward-fn: the name environment is that of get_reward(), so use another")
 
 
+def methods_of(x):
+    """The tools of the environment. -> dict: name -> method of an object"""
+    found = environment_class(x)
+    names = [name for name, _ in inspect.getmembers(found, inspect.isroutine) if not name.startswith("_")]
+    environment = found()
+    return {name: getattr(environment, name) for name in names if name not in x.script.OWN_METHODS}
+
+
+def environment_faults(x):
+    """Methods that the script would call otherwise, or never; tools and data of a recipe beside it."""
+    found = environment_class(x)
+    for name, function in inspect.getmembers(found, inspect.isfunction):
+        yield from thread_faults(f"{found.__name__}.{name}", function)
+    if not hasattr(found, "reset"):
+        yield error(f"{x.args.environment} has no method reset, which gets the columns of the task")
+    for name, inputs in (("reply", ["text"]), ("is_over", []), ("get_reward", []), ("close", [])):
+        try:
+            inspect.signature(getattr(found, name, lambda *inputs: None)).bind("self", *inputs)
+        except TypeError as problem:
+            call = f"{name}({', '.join(inputs)})"
+            yield error(f"{x.args.environment}: the script calls {call}, which is no tool ({problem})")
+    recipe = x.script.RECIPES.get(x.args.recipe)
+    kept = (
+        recipe and recipe.tools and (recipe.tools, recipe.dataset_name) == (x.args.tools, x.args.dataset_name)
+    )
+    if kept and x.args.environment != recipe.environment:
+        yield error(
+            f"--environment {x.args.environment} with the tools and the data of the recipe {x.args.recipe}: "
+            "name --dataset-name, which drops what the recipe says of its own data, or --tools None"
+        )
+
+
+def thread_faults(name, function):
+    """Signals arrive in the main thread only, but tools and environments run in others."""
+    try:
+        source = inspect.getsource(function)
+    except (OSError, TypeError):  # it is not written in Python
+        return
+    found = re.search(r"\bsignal\.(alarm|setitimer|signal)\(", source)
+    if found:
+        yield error(
+            f"{name} calls {found[0]}), which works only in the main thread, but tools have threads of their "
+            "own: use --tool-timeout, or a process as in examples/python_tool.py"
+        )
+
+
 def check_tool(name, function):
-    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
-        yield error(f"tool {name} is async: its result would be a coroutine; write a plain function")
-    elif inspect.isgeneratorfunction(function):
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         yield error(f"tool {name} is a generator: return its result instead of yielding it")
     elif returns_nothing(function):
         prints = "print" in inspect.unwrap(function).__code__.co_names
         text = "prints its result: return it" if prints else "returns nothing"
         yield (error if prints else remark)(f"tool {name} {text}; the policy would read None")
     try:
-        schema = transformers.utils.get_json_schema(function)["function"]
+        transformers.utils.get_json_schema(function)
     except Exception as problem:
         line = short(str(problem), 150)
         yield error(
             f"tool {name} cannot be described to the policy: it needs a docstring and type hints ({line})"
         )
+
+
+PROBE = {  # a tool that nobody has, to see what the chat template makes of it
+    "name": "weigh_fruit",
+    "description": "Weigh a fruit.",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "thing": {"type": "string", "description": "a name"},
+            "count": {"type": "integer", "description": "a number"},
+        },
+        "required": ["thing", "count"],
+    },
+}
+PROBE_SCHEMA = {"type": "function", "function": PROBE}
+PROBE_CALL = {"name": "weigh_fruit", "arguments": {"thing": "a red apple", "count": 7}}
+
+
+def check_known_tools(x):
+    """A policy calls only tools that it knows: from the chat template, from a prompt, or from fine-tuning."""
+    if x.kind != "tools":
         return
-    if schema["name"] != name:
-        yield error(f"tool {name}: its __name__ is {schema['name']}, a tool that could not be called")
+    _, schemas = x.tools
+    names = [schema["function"]["name"] for schema in schemas]
+    template = str(x.tokenizer.chat_template or "")
+    user = {"role": "user", "content": "x"}
+    prompt = x.script.render_chat(x.tokenizer, [user], is_prompt=True, schemas=schemas)
+    prompts = [str(prompt_of(x, row)) for row in x.sample(x.train)]
+    texts = [*re.findall(r"\{#.*?#\}", template, re.DOTALL), *prompts]
+    hidden = [name for name in names if name not in prompt]
+    unknown = [name for name in hidden if not any(re.search(rf"\b{name}\b", text) for text in texts)]
+    if unknown:
+        yield error(
+            f"the policy does not know the tools ({listed(unknown)}): the chat template does not show them, "
+            "and no prompt names them. Use a model whose template does, or name them in --system-prompt; if "
+            f"fine-tuning taught them, say so in a comment of the template: {{# tools: {listed(unknown)} #}}"
+        )
+    elif hidden:
+        yield remark(
+            f"the chat template does not show the tools ({listed(hidden)}) in the prompt: right only if "
+            "fine-tuning taught them, or if the prompts say how to call them"
+        )
 
 
 def returns_nothing(function):
@@ -2613,54 +2757,109 @@ def made_up(schema, i):
 
 
 def check_tool_format(x):
-    """A call written by the chat template must be found again, and the prompt should show the tools."""
+    """A call that the chat template writes must be read back, and what follows it must be as expected."""
     if x.kind != "tools":
         return
-    tokenizer, (_, schemas) = x.tokenizer, x.tools
-    names = [schema["function"]["name"] for schema in schemas]
-    user = {"role": "user", "content": "x"}
-    prompt = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
-    hidden = [name for name in names if name not in prompt]
-    if hidden:
-        yield remark(
-            f"the chat template does not show the tools ({listed(hidden)}) in the prompt: right only if "
-            "fine-tuning taught them"
+    turn = {"role": "assistant", "content": x.script.MARK}
+    try:
+        messages = [{"role": "user", "content": "x"}, turn, result_of("72")]
+        text = x.script.render_chat(x.tokenizer, messages, is_prompt=True)
+    except Exception as problem:
+        yield error(
+            f"the chat template cannot write the result of a tool after a turn ({short(str(problem), 150)})"
         )
-    template = str(tokenizer.chat_template or "")
-    if "tool_calls" in template:
-        arguments = {"key": "value 1"}
-        called = {"type": "function", "function": {"name": names[0], "arguments": arguments}}
-        message = {"role": "assistant", "content": "", "tool_calls": [called]}
-        text = tokenizer.apply_chat_template([user, message], tokenize=False)[len(prompt) - 30 :]
-        found = [json_of(one) for one in x.script.find_calls(text)]
-        right = {"name": names[0], "arguments": arguments}
-        if right not in found:
-            yield error(
-                "the chat template writes calls in a format that grpo_tools.py does not read, so no call "
-                f"would be found (find_calls): {short(text, 150)}"
-            )
-    yield from turn_faults(x)
-
-
-def turn_faults(x):
-    """A template that writes a turn otherwise once a result follows, or that does not write the result."""
-    mark = "a3f1c97be20d8654"
-    texts = []
-    for result in ("1", "2"):
-        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": mark}]
-        messages.append({"role": "tool", "content": result})
-        texts.append(x.script.render_chat(x.tokenizer, messages, is_prompt=True))
-    if texts[0].count(mark) != 1:
+        return
+    if text.count(x.script.MARK) != 1:
         yield error("the chat template changes or drops what the assistant wrote before a tool's result")
         return
-    if texts[0] == texts[1]:
+    turn_format = x.script.TurnFormat(x.tokenizer, torch.tensor(sorted(x.stop_ids)), [PROBE_SCHEMA])
+    yield from turn_faults(x, turn_format)
+    yield from call_faults(x, turn_format)
+
+
+def turn_faults(x, turn_format):
+    """A template that writes a turn otherwise once a result follows, or that does not write the result."""
+    if turn_format.after_turn([result_of("1")]) == turn_format.after_turn([result_of("2")]):
         yield error("the chat template does not write the results of tools")
-    after = x.tokenizer(texts[0].split(mark)[1], add_special_tokens=False).input_ids
-    if x.stop_ids and after[0] not in x.stop_ids:
-        end = x.tokenizer.decode(after[0])
+    if x.stop_ids and turn_format.end not in x.stop_ids:
+        end = x.tokenizer.decode(turn_format.end)
         yield error(
             f"the chat template ends a turn with {end!r}, which must be a stop token (--stop-token-id)"
         )
+
+
+def result_of(text):
+    return {"role": "tool", "content": text}
+
+
+def call_faults(x, turn_format):
+    """A call with a text and a number: written by the template, cut out, and read by the script."""
+    failures = failures_with(x, turn_format, PROBE_CALL)
+    if [*failures] == ["raised"]:  # perhaps it cannot write numbers
+        only_text = {"thing": PROBE_CALL["arguments"]["thing"]}
+        failures = failures_with(x, turn_format, PROBE_CALL | {"arguments": only_text})
+    if not failures:
+        return
+    user = {"role": "user", "content": "x"}
+    prompt = x.script.render_chat(x.tokenizer, [user], is_prompt=True, schemas=[PROBE_SCHEMA])
+    if [*failures] == ["dropped"] and PROBE["name"] not in prompt:
+        yield remark(
+            "the chat template neither shows tools nor writes calls: they are read as "
+            '<tool_call>{"name": ..., "arguments": {...}}</tool_call>'
+        )
+        return
+    problem = next(failures[kind] for kind in ("format", "end", "raised", "dropped") if kind in failures)
+    yield error(
+        f"the chat template {problem}. grpo_tools.py reads <tool_call>{{JSON}}</tool_call>, or what "
+        "response_template in tokenizer_config.json describes"
+    )
+
+
+def failures_with(x, turn_format, expected):
+    """Why a call is not read back. -> dict: kind -> text; empty if it is"""
+    user = {"role": "user", "content": "x"}
+    render = partial(x.script.render_chat, x.tokenizer, is_prompt=True, schemas=[PROBE_SCHEMA])
+    begin, mark = render([user]), x.script.MARK
+    _, end = render([user, {"role": "assistant", "content": mark}, result_of("72")]).split(mark)
+    failures = {}
+    for message in messages_with(expected):
+        try:
+            text = render([user, message, result_of("72")])
+        except Exception as problem:
+            failures.setdefault("raised", f"cannot write a call ({short(str(problem), 150)})")
+            continue
+        if "red apple" not in text:
+            failures.setdefault("dropped", "does not write calls")
+            continue
+        if not text.endswith(end):
+            failures.setdefault("end", f"goes on otherwise after a call: {short(text[-150:], 150)}")
+            continue
+        turns = [text.removesuffix(end).removeprefix(start) for start in starts_of(begin, text)]
+        if any(calls_in(x, turn_format, turn) == [expected] for turn in turns):
+            return {}
+        failures.setdefault("format", f"writes calls that are not read: {short([*turns, text][0], 120)}")
+    return failures
+
+
+def messages_with(call):
+    """Messages with this call. Some templates need its arguments as a JSON text, or a thought before it."""
+    for arguments in (call["arguments"], json.dumps(call["arguments"])):
+        for thought in ({}, {"reasoning_content": "Hm."}):
+            calls = [{"type": "function", "function": call | {"arguments": arguments}}]
+            yield {"role": "assistant", "content": "", "tool_calls": calls, **thought}
+
+
+def starts_of(begin, text):
+    """What of a rendered chat comes before the turn: the prompt, perhaps without a thought that it opens."""
+    starts = [begin, begin.rpartition("<think>")[0]]
+    return [start for start in starts if start and text.startswith(start)]
+
+
+def calls_in(x, turn_format, turn):
+    """The calls that the script reads in the text of a turn. -> list, None for what is no JSON"""
+    tokens = x.tokenizer(turn, add_special_tokens=False).input_ids
+    _, calls, _ = turn_format.read_turn([*tokens, turn_format.end])
+    return [json_of(call) for call in calls]
 
 
 def json_of(text):
@@ -2750,21 +2949,14 @@ CHECKS = [
     *(check_python, check_numbers, check_pairs_of_flags, check_packages, check_paths, check_functions),
     *(check_adapters, check_files, check_splits, check_loading, check_reward_weights),
     *(check_flags_without_effect, check_tools, check_template_options, check_tokenizer, check_chat_texts),
-    *(check_messages, check_roles, check_chat_columns, check_columns_of_one_row, check_begun_answers),
-    *(
-        check_preferences,
-        check_shuffled,
-        check_completions,
-        check_labels,
-        check_dialogs,
-        check_kept_rows,
-        check_two_bos,
-    ),
+    *(check_messages, check_roles, check_chat_columns, check_calls, check_columns_of_one_row),
+    *(check_begun_answers, check_preferences, check_shuffled, check_completions, check_labels),
+    *(check_dialogs, check_kept_rows, check_two_bos),
     *(check_held_out, check_amount, check_blank_values, check_unread_columns, check_learned_answers),
     *(check_end_of_answers, check_control_tokens, check_vocabulary, check_stop_tokens, check_from_config),
     *(check_context, check_logits, check_quantized, check_lora, check_shared_layers, check_critic),
     *(check_reward_models, check_column_names, check_rewards, check_judge_of_dpo),
-    *(check_system_prompt, check_tool_format, check_environment, check_memory),
+    *(check_system_prompt, check_known_tools, check_tool_format, check_environment, check_memory),
 ]
 # What yields only remarks, so errors() leaves it out.
 ONLY_REMARKS = (
@@ -2995,9 +3187,9 @@ def show_tools(x):
         function = schema["function"]
         arguments = ", ".join(function["parameters"]["properties"])
         yield f"{function['name']}({arguments}): {short(function['description'], 80)}"
-    turn_format = x.script.TurnFormat(x.tokenizer, torch.tensor(sorted(x.stop_ids)))
+    turn_format = x.script.TurnFormat(x.tokenizer, torch.tensor(sorted(x.stop_ids)), schemas)
     yield "what follows a call, with the result 72 (the policy writes none of it):"
-    ids = turn_format.after_calls(["72"])
+    ids = turn_format.after_turn([result_of("72")])
     yield marked(x.tokenizer, ids, special_ids(x.tokenizer), None)
 
 

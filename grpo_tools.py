@@ -12,17 +12,18 @@ grpo_math.py, this is what changes (in the code: docs/differences.md):
    the sampled tokens, the tokens of the tool's message, the next sampled tokens, and so on. If a turn were
    decoded and its text tokenized again, the tokens might not be those that were sampled.
 3. Tools and environments. A tool is a function with type hints and a docstring (--tools). An environment is
-   an object that each trajectory has for itself (--environment): its public methods are tools, and it may
-   keep a state. If a call fails, the policy reads "error: ..." as its result, and can learn from it.
+   an object that each trajectory has for itself (--environment): its public methods are tools. It keeps a
+   state, may speak first, answer a turn without a call, and end the trajectory. If a call fails, the policy
+   reads "error: ..." as its result, and can learn from it.
 4. What a reward sees. A completion is the list of all messages of a trajectory: the assistant's, with its
    calls, and the tools'. An environment may have its own reward, get_reward().
-5. What is logged: how many calls a trajectory has, how many of them fail, and how many turns. The lengths
-   count sampled tokens only.
+5. What is logged: turns, calls and failed calls, and why trajectories end. Lengths count sampled tokens only.
 
     python grpo_tools.py                             # recipe tiny: a calculator; minutes on 2 cores
     python grpo_tools.py guess                       # an environment: guess a number in few turns
     python grpo_tools.py gsm8k-tools-qwen-0.5b       # Qwen2.5-0.5B-Instruct with a calculator, from the Hub
-    python grpo_tools.py --tools mine.py:search mine.py:read --reward-fn mine.py:correct
+    python grpo_tools.py --model-name-or-path Qwen/Qwen2.5-0.5B-Instruct --dataset-name my_folder \\
+        --tools mine.py:search --system-prompt "Answer in one word. You can search." --reward-fn mine.py:right
     accelerate launch grpo_tools.py gsm8k-tools-qwen-0.5b    # on N GPUs, with N times the batch
     python grpo_tools.py --resume RUN_FOLDER         # continue a stopped run; on a CPU, bit for bit
 
@@ -47,9 +48,12 @@ Toolformer (Schick et al. 2023). Results, metrics, which lines to change for wha
 # ]
 # ///
 
+import asyncio
 import atexit
+import contextlib
 import copy
 import csv
+import ctypes
 import datetime
 import gzip
 import importlib
@@ -57,6 +61,7 @@ import inspect
 import json
 import math
 import os
+import queue
 import random
 import re
 import resource
@@ -68,6 +73,7 @@ import threading
 import time
 import warnings
 from collections import defaultdict
+from concurrent import futures
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -96,8 +102,8 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixi
 
 @dataclass
 class Args:
-    """The defaults are the recipe gsm8k-tools-qwen-0.5b, but for batch, episodes, learning rate and system
-    prompt. A command line that names no recipe and no model starts from tiny, which replaces some of them."""
+    """The defaults are the recipe gsm8k-tools-qwen-0.5b, but for batch, episodes, learning rate, system
+    prompt, tools and rewards. A command line that names no recipe and no model starts from tiny."""
 
     # Run
     recipe: tyro.conf.Suppress[str] = "custom"  # first word of the command line
@@ -128,9 +134,7 @@ class Args:
     prompt_template: str | None = "{question}"  # makes prompts, if the data have no column prompt
     system_prompt: str | None = None  # system message of each chat, or text before each prompt
     chat_template_kwargs: str | None = None  # template options, in JSON: {"enable_thinking": false}
-    reward_fn: list[str] | None = field(  # FILE.py:function ...: see score_trajectories; None: get_reward()
-        default_factory=lambda: ["data/math_rewards.py:correct"]
-    )
+    reward_fn: list[str] | None = None  # FILE.py:function ...: see score_trajectories; None: get_reward()
     reward_weights: list[float] | None = None  # for each --reward-fn, then get_reward(); None: 1 each
     max_prompt_length: int = 512  # tasks whose prompt has more tokens are skipped
     response_length: int = 512  # longest trajectory, in tokens: sampled ones and those of the tools together
@@ -139,13 +143,12 @@ class Args:
     temperature: float = 1.0  # sampling temperature; all log-probabilities use it too
 
     # Tools
-    tools: list[str] | None = field(  # FILE.py:function ...: see load_tools; None: those of --environment
-        default_factory=lambda: ["data/tools.py:calculator"]
-    )
+    tools: list[str] | None = None  # FILE.py:function ...: see load_tools; None: those of --environment
     environment: str | None = None  # FILE.py:Class; each trajectory has one: see load_tools
     max_turns: int = 4  # turns of the policy in a trajectory
-    max_tool_tokens: int = 128  # a longer result of a tool is cut
-    tool_timeout: float = 10.0  # seconds for all calls of a turn; those without a result get "error: ..."
+    max_tool_tokens: int = 128  # what a tool or an environment says is cut after this many tokens
+    tool_workers: int = 16  # threads of a process for tools and environments: calls that run at once
+    tool_timeout: float = 10.0  # seconds for each call; one that takes longer gets "error: ..."
 
     # Batch. Responses per update: per_device_train_batch_size x gradient_accumulation_steps x
     # num_mini_batches x processes; tasks per update: responses per update / num_generations. Unlike in
@@ -277,18 +280,17 @@ def train(args):
     # For functions of --reward-fn with a schedule. global_step: updates so far; in evaluations, all of them.
     trainer_state = transformers.TrainerState(max_steps=updates, global_step=updates)
     get_scores = load_reward(args, trainer_state, device)  # (trajectories) -> dict: name of the reward -> [B]
-    # make_tools(columns) -> the tools of a new trajectory, a dict: name -> function; its environment, or None
-    make_tools, schemas = load_tools(args)
-    # If the chat template reads them, every prompt describes the tools. That of the small model does not:
-    # fine-tuning taught it the tools.
-    tokenizer.apply_chat_template = partial(tokenizer.apply_chat_template, tools=schemas)
-    train_prompts, held_out = load_prompts(args, tokenizer)
+    # start_tools(trajectories) gives each one its tools, its environment and a thread in which they run. The
+    # chat template writes the schemas into every prompt. (That of the small model does not: it knows them.)
+    start_tools, schemas = load_tools(args)
+    train_prompts, held_out = load_prompts(args, tokenizer, schemas)
+    num_seen = sum(task in train_prompts for task in held_out)  # those that the policy is trained on
     policy = load_policy(args, args.model_name_or_path, device)
     has_kl = args.kl_coef != 0
     ref_model = load_reference(args, policy, args.model_name_or_path, device) if has_kl else None
     check_model(policy, args.max_prompt_length + T)
     stop_ids = find_stop_tokens(args, tokenizer, policy).to(device)  # [any number]
-    turn_format = TurnFormat(tokenizer, stop_ids)  # what the template writes between turns; .end of a turn
+    turn_format = TurnFormat(tokenizer, stop_ids, schemas)  # how the chat template writes turns
     is_bf16 = wants_bf16(args, device)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=is_bf16)
     if is_bf16:
@@ -307,7 +309,7 @@ def train(args):
     # The held-out tasks and their random numbers are the same for every --seed, before and after training,
     # and in a resumed run: run.start loads a checkpoint only below.
     # respond(batch, args) -> b (a dict of tensors), responses
-    respond = partial(sample_responses, policy, tokenizer, turn_format, make_tools, stop_ids, get_scores)
+    respond = partial(sample_responses, policy, turn_format, start_tools, stop_ids, get_scores)
     with autocast:
         before = evaluate(respond, held_out, args, accelerator)
 
@@ -326,8 +328,10 @@ def train(args):
         prompt_batch = draw_batch([train_prompts[i] for i in numbers], k, args, update)
         with accelerator.split_between_processes(prompt_batch) as prompt_share, autocast:
             b, responses = rollout(respond, model, ref_model, prompt_share, args)
+        # Positions of the longest prompt. An environment may have lengthened those of one process only.
+        C = accelerator.gather(torch.tensor([b["ids"].shape[1] - T], device=device)).max().item()
+        b |= {name: F.pad(b[name], (C + T - b[name].shape[1], 0)) for name in ("ids", "mask")}
         b = accelerator.gather(b)  # from here, b has the rows of all processes; the texts are only our own
-        C = b["ids"].shape[1] - T  # positions of the longest prompt in this batch
         # A row that is set to False here counts in no loss, but still in the advantages of its group.
         sampled = b["sampled"]  # [B, T]
         rollout_end = time.time()
@@ -422,6 +426,7 @@ def train(args):
         update_metrics["val/ratio_var"] -= (update_metrics["val/ratio"] - 1) ** 2
         score_std_of_groups = b["scores"].view(P, k).std(1, correction=0)  # [P]
         sampled_lengths = sampled.sum(1).float()  # [B]; b["lengths"] also counts what the tools wrote
+        num_calls = b["calls"].sum().clamp(min=1)
         tokens_per_trajectory = tokens_trained / (B * args.num_ppo_epochs)  # those in the loss
         metrics = {
             "update": update,
@@ -442,9 +447,12 @@ def train(args):
             "completions/min_length": sampled_lengths.min(),
             "completions/max_length": sampled_lengths.max(),
             "completions/clipped_ratio": 1 - b["stopped"].float().mean(),  # without an answer
+            **{f"completions/end_{end}": (b["end"] == i).float().mean() for i, end in enumerate(ENDS)},
             # TRL's names: calls per trajectory, and the share of calls that failed.
             "tools/call_frequency": b["calls"].mean(),
-            "tools/failure_frequency": b["failures"].sum() / b["calls"].sum().clamp(min=1),
+            "tools/failure_frequency": b["failures"].sum() / num_calls,
+            "tools/error_frequency": b["errors"].sum() / num_calls,  # by an exception in the tool
+            "tools/timeout_frequency": b["timeouts"].sum() / num_calls,
             "tools/turns": b["turns"].mean(),
             "sampling/logprob_gap_max": accelerator.gather(max_sampling_gap).max(),
             **performance_metrics(start_time, rollout_end, sampled_lengths.sum(), device),
@@ -487,7 +495,7 @@ def train(args):
     with autocast:
         after = evaluate(respond, held_out, args, accelerator)
     if accelerator.is_main_process:
-        report_evaluation(run, before, after)
+        report_evaluation(run, before, after, num_seen)
         save_policy(policy, tokenizer, run.folder / "model")
     run.finish()
     return model, run.folder
@@ -503,7 +511,6 @@ def evaluate(respond, held_out, args, accelerator):
     """
     ways = {
         "held-out": args,
-        "without tools": replace(args, max_turns=1),  # the control: the policy never reads a result
         # Nearly greedy decoding: does the policy know the answer, but lose it in sampling?
         "greedy": replace(args, temperature=0.01, num_eval_samples=1),
     }
@@ -660,55 +667,82 @@ def sorted_groups(groups, lengths, k, reuses_prompts):
 
 
 @torch.no_grad()
-def sample_responses(policy, tokenizer, turn_format, make_tools, stop_ids, get_scores, batch, args):
+def sample_responses(policy, turn_format, start_tools, stop_ids, get_scores, batch, args):
     """Sample k trajectories for each task, and reward them.
 
     get_scores(trajectories) -> dict: name of the reward -> [P * k]; batch: from draw_batch. Returns
-    - a dict of tensors, in which the trajectories of a task are neighbors: ids, mask [P * k, C + T]; sampled
-      [P * k, T]; lengths, stopped, turns, calls, failures, rewards/NAME [P * k]; sampling_logprobs [P * k, T]
+    - a dict of tensors, in which the trajectories of a task are neighbors: ids, mask [P * k, C + T]; sampled,
+      sampling_logprobs [P * k, T]; lengths, stopped, end, turns, calls, failures, errors, timeouts,
+      rewards/NAME [P * k]
     - the texts of the trajectories, with the results of the tools, P * k str
     """
     policy.eval()
-    k, T = batch["uniforms"].shape[1:]
-    trajectories = write_trajectories(policy, tokenizer, turn_format, make_tools, stop_ids, batch, args)
+    trajectories = write_trajectories(policy, turn_format, start_tools, stop_ids, batch, args)
     scores_by_name = get_scores(trajectories)  # name -> [P * k]
-    lengths = torch.tensor([len(x.tokens) for x in trajectories])  # [P * k]
-    tokens = torch.tensor([x.tokens + (T - len(x.tokens)) * [0] for x in trajectories])  # [P * k, T]
-    sampled = torch.tensor([x.sampled + (T - len(x.tokens)) * [False] for x in trajectories])
-    logprobs = torch.tensor([x.logprobs + (T - len(x.tokens)) * [0.0] for x in trajectories])
-    valid = length_mask(lengths, T)  # attention reads all of these
+    for job in [x.ask("close") for x in trajectories]:
+        job.result()
+
+    B, (_, k, T) = len(trajectories), batch["uniforms"].shape
+    batch["examples"] = [x.example for x in trajectories[::k]]  # with what their environments said first
+    C = max(batch["ids"].shape[1], *[len(x.example["ids"]) for x in trajectories])
+    ids = torch.zeros(B, C + T, dtype=torch.long)
+    mask = torch.zeros(B, C + T, dtype=torch.bool)  # attention reads all tokens of a trajectory
+    sampled = torch.zeros(B, T, dtype=torch.bool)
+    logprobs = torch.zeros(B, T)
+    for i, x in enumerate(trajectories):
+        first, t = C - len(x.example["ids"]), len(x.tokens)
+        ids[i, first : C + t] = torch.tensor(x.example["ids"] + x.tokens)
+        mask[i, first : C + t] = True
+        sampled[i, :t] = torch.tensor(x.sampled)
+        logprobs[i, :t] = torch.tensor(x.logprobs)
     b = {
-        "ids": torch.cat([batch["ids"].repeat_interleave(k, 0), tokens], 1),  # [P * k, C + T]
-        "mask": torch.cat([batch["mask"].repeat_interleave(k, 0), valid], 1),
+        "ids": ids,
+        "mask": mask,
         "sampled": sampled,
-        "lengths": lengths,
-        "stopped": torch.tensor([x.has_ended for x in trajectories]),
-        "turns": torch.tensor([float(x.num_turns) for x in trajectories]),
-        "calls": torch.tensor([float(x.num_calls) for x in trajectories]),
-        "failures": torch.tensor([float(x.num_failures) for x in trajectories]),
         "sampling_logprobs": logprobs,
+        "lengths": torch.tensor([len(x.tokens) for x in trajectories]),
+        "stopped": torch.tensor([x.has_ended for x in trajectories]),
+        "end": torch.tensor([ENDS.index(x.end) for x in trajectories]),
         **{f"rewards/{name}": x for name, x in scores_by_name.items()},
     }
-    responses = [tokenizer.decode(x.tokens) for x in trajectories]
+    for name in ("turns", "calls", "failures", "errors", "timeouts"):
+        b[name] = torch.tensor([float(getattr(x, f"num_{name}")) for x in trajectories])
+    if b["calls"].any() and (b["errors"] + b["timeouts"] == b["calls"]).all():
+        results = [m["content"] for x in trajectories for m in x.messages if m["role"] == "tool"]
+        warnings.warn(f"all calls of a rollout failed in their tools: {results[:1]}", stacklevel=1)
+    responses = [turn_format.tokenizer.decode(x.tokens) for x in trajectories]
     return accelerate.utils.send_to_device(b, stop_ids.device), responses
+
+
+# Why a trajectory ended: by an answer (a turn without a call) or by its environment; because no turn or no
+# token was left; or in a call that the policy did not finish.
+ENDS = ("answer", "environment", "no_turn", "no_token", "unfinished_call")
 
 
 @dataclass
 class Trajectory:
-    """What the policy and its tools write after one prompt."""
+    """What the policy, its tools and its environment write after one prompt."""
 
     example: dict  # the task: ids, prompt, columns
-    tools: dict  # name -> function
-    environment: object  # what these tools change, or None
     uniforms: torch.Tensor  # [T], a random number for each token
+    worker: object = None  # the thread of its tools and its environment
+    tools: dict = field(default_factory=dict)  # name -> function
+    environment: object = None  # what these tools change
     tokens: list = field(default_factory=list)  # what was sampled, and what the chat template adds for tools
     sampled: list = field(default_factory=list)  # bool, for each token
     logprobs: list = field(default_factory=list)  # with which it was sampled, or 0
     messages: list = field(default_factory=list)  # for reward functions
-    has_ended: bool = False  # by an answer: a complete turn without a call
+    end: str | None = None  # one of ENDS; None: it goes on
     num_turns: int = 0
     num_calls: int = 0
-    num_failures: int = 0
+    num_failures: int = 0  # results that begin with "error: ", such as these:
+    num_errors: int = 0  # of calls that raised an exception in the tool
+    num_timeouts: int = 0  # of calls that took too long
+
+    @property
+    def has_ended(self):
+        """True if nothing cut it off."""
+        return self.end in ("answer", "environment")
 
     def add(self, tokens, logprobs=None):
         """Append tokens. Without log-probabilities they were not sampled."""
@@ -716,175 +750,330 @@ class Trajectory:
         self.sampled += len(tokens) * [logprobs is not None]
         self.logprobs += logprobs or len(tokens) * [0.0]
 
+    def ask(self, method, /, *inputs, **columns):
+        """Call a method of the environment, if it has it, in its thread. -> a Future of what it returns
 
-def write_trajectories(policy, tokenizer, turn_format, make_tools, stop_ids, batch, args):
+        After a call that took too long, it may be in any state, and is not asked any more.
+        """
+        if self.num_timeouts or not hasattr(self.environment, method):
+            return self.worker.submit(lambda: None)
+        return self.worker.submit(getattr(self.environment, method), *inputs, **columns)
+
+
+def write_trajectories(policy, turn_format, start_tools, stop_ids, batch, args):
     """Let the policy write k trajectories for each task, turn by turn.
 
     batch: from draw_batch -> P * k Trajectory; the k trajectories of a task are neighbors
     """
-    P, k, T = batch["uniforms"].shape
+    k, T = batch["uniforms"].shape[1:]
     trajectories = []
     for example, uniforms_of_group in zip(batch["examples"], batch["uniforms"]):
-        for uniforms in uniforms_of_group:  # [T]
-            trajectories.append(Trajectory(example, *make_tools(example["columns"]), uniforms))
+        trajectories += [Trajectory(example, uniforms) for uniforms in uniforms_of_group]  # uniforms [T]
+
+    for x, text in zip(trajectories, start_tools(trajectories), strict=True):
+        if text:  # the environment speaks first: as in TRL, the prompt goes on with it
+            *earlier, last = x.example["prompt"]
+            text = turn_format.text_of_result(text, args.max_tool_tokens)
+            prompt = [*earlier, last | {"content": last["content"] + text}]
+            x.example = x.example | {"prompt": prompt, "ids": turn_format.prompt_ids(prompt)}
+    texts = [x.example["ids"] for x in trajectories]
+    if all(text == texts[i // k * k] for i, text in enumerate(texts)):
+        texts = texts[::k]  # k writers begin with the same text
 
     writers = trajectories  # those that go on
-    texts = [example["ids"] for example in batch["examples"]]  # k writers begin with the same text
-    for _ in range(args.max_turns):
+    while writers:
         # 1. The policy reads each text and writes the next turn, while there is room for it.
         uniforms = [x.uniforms[len(x.tokens) :] for x in writers]
         turns = sample_turns(policy, texts, uniforms, stop_ids, args)
         for x, (tokens, logprobs) in zip(writers, turns, strict=True):
             x.add(tokens, logprobs)
             x.num_turns += 1
-            text, is_complete = turn_format.text_of_turn(tokens)
-            calls = find_calls(text)
+            text, calls, is_complete = turn_format.read_turn(tokens)
             x.messages.append({"role": "assistant", "content": text, "tool_calls": calls})
-            x.has_ended = is_complete and not calls
+            # The template can go on only after its own end of a turn, not after another stop token.
+            can_go_on = tokens[-1] == turn_format.end
+            if not is_complete:
+                x.end = "no_token"
+            elif calls and not can_go_on or not calls and turn_format.has_open_call(text):
+                x.end = "unfinished_call"
+            elif not can_go_on:
+                x.end = "answer"
 
-        # 2. The tools answer. Their message is appended if it leaves room for the policy's next turn. Calls
-        #    run only if the turn has the template's own end: another stop token, or none, ends the
-        #    trajectory. Those of the last turn run too, because they may change the environment.
-        callers = [x for x in writers if x.messages[-1]["tool_calls"] and x.tokens[-1] == turn_format.end]
-        writers = []
-        for x, results in zip(callers, call_tools(callers, args.tool_timeout)):
-            results = [cut_text(tokenizer, result, args.max_tool_tokens) for result in results]
-            tokens = turn_format.after_calls(results)
-            if len(x.tokens) + len(tokens) < T and x.num_turns < args.max_turns:
+        # 2. Tools and environments reply. Their messages are appended if they leave room for another turn of
+        #    the policy. The calls of its last turn run too, because they may change the environment.
+        writers = [x for x in writers if x.end is None]
+        for x, messages, is_over in zip(writers, *reply(writers, args.tool_timeout), strict=True):
+            for message in messages:
+                message["content"] = turn_format.text_of_result(message["content"], args.max_tool_tokens)
+            tokens = turn_format.after_turn(messages) if messages else []
+            if is_over:
+                x.end = "environment"
+            elif not messages:
+                x.end = "answer"
+            elif x.num_turns == args.max_turns:
+                x.end = "no_turn"
+            elif len(x.tokens) + len(tokens) >= T:
+                x.end = "no_token"
+            else:
                 x.add(tokens)
-                x.messages += [{"role": "tool", "content": result} for result in results]
-                writers.append(x)
-        if not writers:
-            break
+                x.messages += messages
+        writers = [x for x in writers if x.end is None]
         texts = [x.example["ids"] + x.tokens for x in writers]
     return trajectories
 
 
 # ---- Tools -------------------------------------------------------------------------------------------------
 
+# Methods of an environment that are no tools. Only reset must be there.
+OWN_METHODS = ("reset", "reply", "is_over", "get_reward", "close")
+
 
 def load_tools(args):
     """The tools of --tools, and the public methods of --environment. Both are as in TRL; see data/tools.py.
 
-    A tool is a function with type hints and a docstring that describes its arguments. An environment is a
-    class. Each trajectory has its own object, whose method reset(**columns) gets the columns of the task
-    before the first turn, and returns None. All other public methods are tools, but get_reward(), if there is
-    one, is a reward: a number for the whole trajectory.
-    -> make_tools(columns) -> tools (dict: name -> function), environment or None; schemas for the template
+    A tool is a function, async or not, with type hints and a docstring that describes its arguments. An
+    environment is a class of which each trajectory has its own object. Its public methods are tools, but for
+        reset(**columns)   called first, with the columns of the task. May return a text: the prompt's end
+        reply(text)        called after a turn without a call. Returns a text, which the policy reads as a
+                           message of the user; or None: this turn was the answer
+        is_over()          called after each turn. True ends the trajectory
+        get_reward()       a reward: a number for the whole trajectory
+        close()            called last, after all rewards
+    -> start_tools(trajectories), schemas for the template
     """
     functions = load_functions(args.tools or [])
-    environment_class = None
+    environment_class = type(None)  # whose object is None
     if args.environment is not None:
         [environment_class] = load_functions([args.environment]).values()
+    # Methods of the class: of an object, properties would be read.
+    methods = [name for name, _ in inspect.getmembers(environment_class, inspect.isroutine)]
+    methods = [name for name in methods if not name.startswith("_") and name not in OWN_METHODS]
+    workers = [Worker() for _ in range(args.tool_workers)]
+    sys.setswitchinterval(0.0005)  # seconds: a tool that computes lets other threads run, such as this one
 
     def tools_of(environment):
-        tools = dict(functions)
-        for name, method in inspect.getmembers(environment, inspect.isroutine):
-            if not name.startswith("_") and name not in ("reset", "get_reward"):
-                tools[name] = method
-        return tools
+        return functions | {name: getattr(environment, name) for name in methods}
 
-    def make_tools(columns):
-        if environment_class is None:
-            return functions, None
-        environment = environment_class()
-        # A copy, because siblings and rewards read the same columns.
-        if environment.reset(**copy.deepcopy(columns)) is not None:  # TRL appends it to the prompt
-            raise UserError(f"{args.environment}: reset must return None; write what it says into the prompt")
-        return tools_of(environment), environment
+    def start_tools(trajectories):
+        """Give each trajectory a thread, an environment and tools. -> what each environment says first"""
+        for i, x in enumerate(trajectories):
+            x.worker = workers[i % len(workers)]
+        environments = [x.worker.submit(environment_class) for x in trajectories]
+        for x, job in zip(trajectories, environments):
+            x.environment = job.result()
+            x.tools = tools_of(x.environment)
+        # Copies, because siblings and rewards read the same columns.
+        resets = [x.ask("reset", **copy.deepcopy(x.example["columns"])) for x in trajectories]
+        return [job.result() for job in resets]
 
-    example = environment_class() if environment_class else None  # only for the schemas
-    return make_tools, [transformers.utils.get_json_schema(tool) for tool in tools_of(example).values()]
+    schemas = []
+    for name, tool in tools_of(environment_class()).items():
+        schemas.append(transformers.utils.get_json_schema(tool))
+        schemas[-1]["function"]["name"] = name  # the flag's, which a decorator may have hidden
+    return start_tools, schemas
+
+
+MARK = "a3f1c97be20d8654"  # in place of a text, to find it in what the chat template writes
+# A thought, or a call in the format of Qwen2.5, Qwen3 and Hermes. A call that is only thought about is none.
+THOUGHT_OR_CALL = re.compile(r"<think>.*?(?:</think>|$)|<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
 class TurnFormat:
-    """How the chat template ends a turn of the assistant, and what it writes before the next one."""
+    """How the chat template writes a turn of the assistant, its calls, and what follows it."""
 
-    def __init__(self, tokenizer, stop_ids):
-        self.tokenizer, self.stops = tokenizer, stop_ids.tolist()
+    def __init__(self, tokenizer, stop_ids, schemas):
+        self.tokenizer, self.stops, self.schemas = tokenizer, stop_ids.tolist(), schemas
+        user = {"role": "user", "content": MARK}
+        # What precedes the text of a turn. In some templates, it opens a thought.
+        self.header = render_chat(tokenizer, [user], is_prompt=True, schemas=schemas).rpartition(MARK)[2]
         # The first token after the text of a turn is its end, which the policy writes itself.
-        self.end, *_ = self.ids_after_text(["x"])
+        self.end, *_ = self.ids_after_text([{"role": "tool", "content": "x"}])
+        # Texts that would become control tokens if a tool wrote them.
+        added = [(token.content, token.special) for token in tokenizer.added_tokens_decoder.values()]
+        control = [text for text, is_special in added if is_special or text in tokenizer.chat_template]
+        self.control = re.compile("|".join(re.escape(text) for text in control if text.strip()))
 
-    def text_of_turn(self, tokens):
-        """The text of a sampled turn without its stop token, and whether it has one. -> str, bool"""
+    def read_turn(self, tokens):
+        """A sampled turn: its text without its stop token, its calls, and whether it has a stop token.
+
+        -> str, list of str (JSON, unless the policy made a mistake), bool
+        """
         is_complete = tokens[-1] in self.stops
-        return self.tokenizer.decode(tokens[:-1] if is_complete else tokens), is_complete
+        text = self.tokenizer.decode(tokens[:-1] if is_complete else tokens)
+        if self.tokenizer.response_template is None:
+            calls = [match[1] for match in THOUGHT_OR_CALL.finditer(self.header + text)]
+            return text, [call for call in calls if call is not None], is_complete
+        try:  # the model's folder says how to read its turns (tokenizer_config.json)
+            message = self.tokenizer.parse_response(tokens, prefix=self.header, tools=self.schemas)
+            calls = [json.dumps(call["function"]) for call in message.get("tool_calls") or []]
+        except Exception as error:  # by what the policy wrote
+            calls = [f"{type(error).__name__}: {error}"]
+        return text, calls, is_complete
 
-    def after_calls(self, results):
-        """The token ids that follow a complete turn with calls: their results, and the next turn's header."""
-        return self.ids_after_text(results)[1:]
+    def has_open_call(self, text):
+        """True if the policy began a call and did not finish it."""
+        return "<tool_call>" in THOUGHT_OR_CALL.sub("", self.header + text)
 
-    def ids_after_text(self, results):
-        """The token ids after the assistant's text: the end of the turn, the results, the next header."""
-        text = "a3f1c97be20d8654"  # in place of what the policy wrote; no result contains it
-        messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": text}]
-        messages += [{"role": "tool", "content": result} for result in results]
-        _, after = render_chat(self.tokenizer, messages, is_prompt=True).split(text)
+    def text_of_result(self, result, max_tokens):
+        """What the policy reads of a tool's result: its beginning, in which nothing is a control token."""
+        text = result.encode(errors="replace").decode()  # no tokenizer takes "\ud83d", which JSON may have
+        text = self.control.sub(lambda match: match[0][0] + " " + match[0][1:], text)
+        ids = self.tokenizer(text, add_special_tokens=False).input_ids
+        if len(ids) <= max_tokens:
+            return text
+        return self.tokenizer.decode(ids[:max_tokens]).rstrip("\ufffd")  # half a letter decodes to \ufffd
+
+    def prompt_ids(self, prompt):
+        """The token ids of a list of messages, up to where the policy begins."""
+        return tokenize_prompt(self.tokenizer, prompt, self.schemas)
+
+    def after_turn(self, messages):
+        """The token ids that follow a complete turn: the messages, and the header of the next turn."""
+        return self.ids_after_text(messages)[1:]
+
+    def ids_after_text(self, messages):
+        """The token ids after the assistant's text: the end of the turn, the messages, the next header."""
+        chat = [{"role": "user", "content": "x"}, {"role": "assistant", "content": MARK}, *messages]
+        _, after = render_chat(self.tokenizer, chat, is_prompt=True, schemas=self.schemas).split(MARK)
         return self.tokenizer(after, add_special_tokens=False).input_ids
 
 
-def find_calls(text):
-    """The calls in a turn of the policy, in the format of Qwen2.5, Qwen3 and Hermes. -> list of str (JSON)"""
-    return re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL)
+def reply(trajectories, timeout):
+    """What follows the last turn of each trajectory: the results of its calls, or what its environment says.
+
+    -> for each, a list of messages, empty if nothing follows; for each, True if its environment ends it
+    """
+    replies = []
+    for results in call_tools(trajectories, timeout):
+        replies.append([{"role": "tool", "content": result} for result in results])
+    pairs = [(x, messages) for x, messages in zip(trajectories, replies) if not messages]
+    jobs = [x.ask("reply", x.messages[-1]["content"]) for x, _ in pairs]
+    for job, (_, messages) in zip(jobs, pairs):
+        if job.result() is not None:
+            messages.append({"role": "user", "content": job.result()})
+    jobs = [x.ask("is_over") for x in trajectories]
+    return replies, [job.result() for job in jobs]
 
 
-def call_tools(callers, timeout):
-    """Run the calls in the last message of each trajectory, in parallel threads. -> a list of str for each
+def call_tools(trajectories, timeout):
+    """Run the calls in the last message of each trajectory. -> for each, its results, a list of str
 
-    Whatever goes wrong is told to the policy as the result: "error: ...". A tool that hangs cannot be ended:
-    it goes on, as a daemon, which does not keep the script from ending.
+    Whatever goes wrong is told to the policy as the result: "error: ...".
     """
     jobs = []
-    for x in callers:
-        results, is_over = [], threading.Event()
-        thread = threading.Thread(target=run_calls, args=(x, results, is_over), daemon=True)
-        thread.start()
-        jobs.append((thread, results, is_over))
-    deadline = time.time() + timeout
-    for x, (thread, results, is_over) in zip(callers, jobs):
-        thread.join(max(0, deadline - time.time()))
-        is_over.set()
-        calls = x.messages[-1]["tool_calls"]
-        results = list(results)  # a copy: a tool that hangs may still append to its own list
-        results += (len(calls) - len(results)) * [f"error: no result after {timeout:g} seconds"]
-        x.num_calls += len(calls)
-        x.num_failures += sum(result.startswith("error: ") for result in results)
-        yield results
+    for x in trajectories:
+        jobs.append([x.worker.submit(run_call, x, call) for call in x.messages[-1]["tool_calls"]])
+    results = []
+    for x, jobs_of_turn in zip(trajectories, jobs):
+        results.append([])
+        for job in jobs_of_turn:
+            if x.worker.is_in_time(job, timeout):
+                result, is_error = job.result()
+                x.num_errors += is_error
+            else:
+                result = f"error: no result after {timeout:g} seconds"
+                x.num_timeouts += 1
+                if job.cancelled():
+                    x.worker.replace_thread(job)
+            x.num_calls += 1
+            x.num_failures += result.startswith("error: ")
+            results[-1].append(result)
+    return results
 
 
-def run_calls(trajectory, results, is_over):
-    """Run the calls in the last message of a trajectory, one after the other, and append their results."""
-    for call in trajectory.messages[-1]["tool_calls"]:
-        if is_over.is_set():  # the policy was told that this call has no result
-            return
-        try:
-            call = json.loads(call)
-            function = trajectory.tools[call["name"]]
-            results.append(str(function(**call["arguments"])))
-        except Exception as error:  # by what the policy wrote, or in the tool
-            results.append(f"error: {type(error).__name__}: {error}")
+def run_call(x, call):
+    """Run a call of a trajectory, in its thread. -> its result; True if there was an exception in the tool"""
+    is_error = False
+    try:
+        call = json.loads(call)
+        function = x.tools[call["name"]]
+        inspect.signature(function).bind(**call["arguments"])
+        is_error = True  # from here, an exception is one of the tool
+        if x.environment is not None and x.num_timeouts:
+            raise TimeoutError("an earlier call did not end in time")
+        return str(x.worker.finished(function(**call["arguments"]))), False
+    except BaseException as error:  # of sys.exit() too
+        return f"error: {type(error).__name__}: {error}", is_error
+
+
+class Worker:
+    """A thread that makes one call after the other, for the tools and environments of some trajectories.
+
+    All code of an environment runs in one thread, so that what reset() opens, such as a connection of sqlite3
+    or an asynchronous client, works in the other methods.
+    """
+
+    def __init__(self):
+        self.jobs = queue.SimpleQueue()
+        self.start_thread()
+
+    def start_thread(self):
+        threading.Thread(target=self.work, daemon=True).start()  # daemons do not keep the script from ending
+
+    def submit(self, function, /, *inputs, **columns):
+        """Call a function in the thread, after all that was submitted before. -> Future"""
+        job = futures.Future()
+        job.start_time = math.inf
+        self.jobs.put((job, partial(function, *inputs, **columns)))
+        return job
+
+    def work(self):
+        """What the thread does, until one of its jobs is given up."""
+        self.loop = asyncio.new_event_loop()
+        job = futures.Future()
+        while not job.cancelled():
+            job, function = self.jobs.get()
+            asyncio.set_event_loop(self.loop)
+            job.thread, job.start_time = threading.current_thread(), time.time()
+            with contextlib.suppress(futures.InvalidStateError):  # it was given up
+                try:
+                    result = self.finished(function())
+                    job.seconds = time.time() - job.start_time
+                    job.set_result(result)
+                except BaseException as error:
+                    job.set_exception(error)
+
+    def finished(self, result):
+        """What a function returned; if it is async, what it returns at its end."""
+        return self.loop.run_until_complete(result) if inspect.isawaitable(result) else result
+
+    def is_in_time(self, job, timeout):
+        """Wait for a job, up to timeout seconds from its own start. Cancel it if it still runs. -> bool"""
+        while not job.done() and time.time() < job.start_time + timeout:
+            futures.wait([job], min(timeout, job.start_time + timeout - time.time()))
+        # A call of C code may have let no other thread run, so that we see its end, but too late.
+        return not job.cancel() and job.seconds <= timeout
+
+    def replace_thread(self, job):
+        """Leave a job that hangs, and its thread. A new one goes on with the jobs after it."""
+        if job.thread.is_alive():
+            # Raise SystemExit in it. That ends a loop in Python, but not a call of C code.
+            thread, error = ctypes.c_ulong(job.thread.ident), ctypes.py_object(SystemExit)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, error)
+        self.start_thread()
 
 
 # ---- Sampling ----------------------------------------------------------------------------------------------
 
 
 def sample_turns(policy, texts, uniforms, stop_ids, args):
-    """Sample what comes after each text, until a stop token or until the random numbers are used up.
+    """Sample the next turn of each row, until a stop token, or until it has no room left.
 
-    texts: G lists of token ids; uniforms: the random numbers of each of the G * k turns, a list of tensors
-    -> G * k pairs of tokens and the log-probabilities they were sampled with, both lists
+    texts: G lists of token ids, with which G * n rows begin, n neighbors with each; uniforms: for each row, a
+    tensor with a random number for each token that it has room for
+    -> for each row, its tokens and the log-probabilities they were sampled with, both lists
     """
-    k = len(uniforms) // len(texts)
-    # A row with fewer random numbers than others samples on, with zeros. That is cut off below.
-    padded = nn.utils.rnn.pad_sequence(uniforms, batch_first=True).unflatten(0, (-1, k))  # [G, k, L]
+    n = len(uniforms) // len(texts)  # k in the first turn, and then 1
+    # A row with less room than others samples on, with zeros. That is cut off below.
+    padded = nn.utils.rnn.pad_sequence(uniforms, batch_first=True).unflatten(0, (-1, n))  # [G, n, L]
     outputs = []
-    for part in torch.arange(len(texts)).split(max(1, args.local_rollout_forward_batch_size // k)):
+    for part in torch.arange(len(texts)).split(max(1, args.local_rollout_forward_batch_size // n)):
         ids = [torch.tensor(texts[i]) for i in part.tolist()]
         ids = nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=-1, padding_side="left")
         ids = ids.to(stop_ids.device)  # [texts, C]
         inputs = ids.clamp(min=0), ids >= 0, padded[part].to(ids.device)
         outputs.append(generate(policy, *inputs, stop_ids, args.temperature))
-    tokens, logprobs = [torch.cat(parts) for parts in zip(*outputs)]  # [G * k, L] each
+    tokens, logprobs = [torch.cat(parts) for parts in zip(*outputs)]  # [G * n, L] each
     lengths = response_lengths(tokens, stop_ids).tolist()
     turns = []
     for length, row_uniforms, ids, row_logprobs in zip(lengths, uniforms, tokens.tolist(), logprobs.tolist()):
@@ -1138,6 +1327,8 @@ RECIPES = {
         model_name_or_path="checkpoints/tools-sft",
         dataset_name="data/calculator",
         prompt_template=None,
+        tools=["data/tools.py:calculator"],
+        reward_fn=["data/math_rewards.py:correct"],
         dtype="float32",
         total_episodes=25_600,
         per_device_train_batch_size=64,
@@ -1148,14 +1339,12 @@ RECIPES = {
         learning_rate=1e-4,
         num_sample_generations=3,
     ),
-    "guess": Args(  # the same model guesses a number from 1 to 31; the best policy needs 4.16 guesses
+    "guess": Args(  # the same model guesses a number from 1 to 31; all 31 are in both training and evaluation
         optimizer="torch.optim.AdamW",
         model_name_or_path="checkpoints/tools-sft",
         dataset_name="data/guess",
         prompt_template=None,
-        tools=None,
         environment="data/tools.py:GuessTheNumber",
-        reward_fn=None,
         max_turns=9,  # 8 guesses and an answer
         dtype="float32",
         total_episodes=51_200,
@@ -1168,6 +1357,8 @@ RECIPES = {
         num_sample_generations=3,
     ),
     "gsm8k-tools-qwen-0.5b": Args(  # large micro-batches, for a GPU with 80 GB
+        tools=["data/tools.py:calculator"],
+        reward_fn=["data/math_rewards.py:correct"],
         system_prompt="Think step by step, use the calculator, and put your final answer within \\boxed{}.",
         total_episodes=13_056,
         per_device_train_batch_size=32,
@@ -1469,32 +1660,27 @@ class FixedSizeLayer(DynamicLayer):
 # ---- Tools and rewards -------------------------------------------------------------------------------------
 
 
-def cut_text(tokenizer, text, max_tokens):
-    """The first max_tokens tokens of a text. -> str"""
-    text = text.encode(errors="replace").decode()  # no tokenizer takes "\ud83d", which JSON may have
-    ids = tokenizer(text, add_special_tokens=False).input_ids
-    return text if len(ids) <= max_tokens else tokenizer.decode(ids[:max_tokens])
-
-
 def load_reward(args, trainer_state, device):
     """-> score_trajectories, with its first arguments filled in"""
-    functions = load_functions(args.reward_fn or [])
-    if args.environment is not None:
-        [environment_class] = load_functions([args.environment]).values()
-        if hasattr(environment_class, "get_reward"):
-            functions["environment"] = lambda environments, **_: [x.get_reward() for x in environments]
-    return partial(score_trajectories, functions, trainer_state, device)
+    return partial(score_trajectories, load_functions(args.reward_fn or []), trainer_state, device)
 
 
 def score_trajectories(functions, trainer_state, device, trajectories):
     """Call reward functions for each trajectory. -> dict: name of the function -> fp32 [B]
 
-    A completion is the list of the messages of a trajectory: role assistant (content, tool_calls) or tool. A
-    function also gets the list of environments.
+    A completion is the list of the messages of a trajectory: role assistant (content, tool_calls), tool or
+    user. A function also gets the list of environments. Their get_reward() is called last.
     """
     # Not as a column: columns are copied, but an environment may hold what cannot be copied, such as a lock.
     environments = [x.environment for x in trajectories]
     functions = {name: partial(function, environments=environments) for name, function in functions.items()}
+    if hasattr(environments[0], "get_reward"):
+
+        def rewards_of_environments(**columns):
+            jobs = [x.ask("get_reward") for x in trajectories]
+            return [job.result() for job in jobs]
+
+        functions["environment"] = rewards_of_environments
     rows = [x.example["columns"] for x in trajectories]
     prompts = [x.example["prompt"] for x in trajectories]
     completions = [x.messages for x in trajectories]
@@ -1589,7 +1775,7 @@ def read_rows(path):
         return [json.loads(line) for line in file if line.strip()]
 
 
-def load_prompts(args, tokenizer):
+def load_prompts(args, tokenizer, schemas):
     """-> training tasks, held-out tasks. Both are a list of dict, from load_tasks"""
     train_rows, held_out_rows = load_splits(args.dataset_name)
     for row in train_rows + held_out_rows:  # tools are in the chat template, so a text becomes a chat
@@ -1597,13 +1783,13 @@ def load_prompts(args, tokenizer):
             row["prompt"] = [{"role": "user", "content": row["prompt"]}]
     if args.num_train_rows is not None:  # the same ones for every --seed
         train_rows = random.Random(0).sample(train_rows, min(args.num_train_rows, len(train_rows)))
-    held_out = load_tasks(held_out_rows, tokenizer, args)
+    held_out = load_tasks(held_out_rows, tokenizer, args, schemas)
     order = stream_rows(len(held_out), 0, len(held_out), seed=0)  # the same ones for every --seed
     held_out = [held_out[i] for i in order[: args.num_eval_prompts]]
-    return load_tasks(train_rows, tokenizer, args), held_out
+    return load_tasks(train_rows, tokenizer, args, schemas), held_out
 
 
-def load_tasks(rows, tokenizer, args):
+def load_tasks(rows, tokenizer, args, schemas=None):
     """The tasks whose prompt is complete and short enough, as a list of dict:
 
     ids: token ids of the prompt; prompt: str or list of messages; columns: the row, for reward functions
@@ -1611,7 +1797,7 @@ def load_tasks(rows, tokenizer, args):
     tasks = []
     for row in rows:
         prompt = task_prompt(row, tokenizer, args)
-        ids = [] if prompt is None else tokenize_prompt(tokenizer, prompt)
+        ids = [] if prompt is None else tokenize_prompt(tokenizer, prompt, schemas)
         if 0 < len(ids) <= args.max_prompt_length:
             tasks.append(dict(ids=ids, prompt=prompt, columns=row))
     accelerate.PartialState().print(f"{len(tasks)} of {len(rows)} rows have a prompt that is short enough")
@@ -1641,11 +1827,12 @@ def task_prompt(row, tokenizer, args):
     return prompt
 
 
-def tokenize_prompt(tokenizer, prompt):
+def tokenize_prompt(tokenizer, prompt, schemas=None):
     """The token ids of a prompt, which is a text or a list of messages. -> list"""
     if not is_chat(prompt):
         return tokenizer(prompt).input_ids
-    return tokenizer(render_chat(tokenizer, prompt, is_prompt=True), add_special_tokens=False).input_ids
+    text = render_chat(tokenizer, prompt, is_prompt=True, schemas=schemas)
+    return tokenizer(text, add_special_tokens=False).input_ids
 
 
 def is_chat(value):
@@ -1653,16 +1840,17 @@ def is_chat(value):
     return isinstance(value, list) and len(value) > 0
 
 
-def render_chat(tokenizer, messages, is_prompt=False):
+def render_chat(tokenizer, messages, is_prompt=False, schemas=None):
     """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
     one, so tokenize it with add_special_tokens=False.
 
     is_prompt: end where the assistant continues: after the header of its turn or, if the last message is its
-    own, inside that message. -> str
+    own, inside that message. schemas: the tools that the template shows to the model. -> str
     """
     is_begun = messages[-1]["role"] == "assistant" and is_prompt  # the policy goes on with this message
     return tokenizer.apply_chat_template(
         messages,
+        tools=schemas,
         tokenize=False,
         add_generation_prompt=is_prompt and not is_begun,
         continue_final_message=is_begun,
@@ -1981,8 +2169,9 @@ def rows_of(columns):
     return [dict(zip(columns, row)) for row in zip(*columns.values())]
 
 
-def report_evaluation(run, before, after):
-    """The final tables, evaluation.json and evaluation_samples.jsonl. before, after: from evaluate"""
+def report_evaluation(run, before, after, num_seen):
+    """The final tables, evaluation.json and evaluation_samples.jsonl. before, after: from evaluate; num_seen:
+    how many of the tasks are training tasks too"""
     metrics_before, metrics_after = table_metrics(before), table_metrics(after)
     names = metrics_before.keys()
     comparison = [{"metric": x, "before": metrics_before[x], "after": metrics_after[x]} for x in names]
@@ -1998,9 +2187,11 @@ def report_evaluation(run, before, after):
     judge = run.args.reward_fn[0] if run.args.reward_fn else run.args.environment
     decoding = f"sampling, temperature {run.args.temperature}, at most {run.args.response_length} tokens"
     about = {"before": metrics_before, "after": metrics_after, "n": len(before["held-out"])}
-    about |= {"judge": judge, "decoding": decoding}
+    about |= {"judge": judge, "decoding": decoding, "seen_in_training": num_seen}
     run.table("held-out tasks, the first of the sampled responses", samples)
-    run.table(f"{about['n']} held-out tasks; right: the first reward that applies is 1 or more", comparison)
+    seen = f" ({num_seen} of them are training tasks, too)" if num_seen else ""
+    title = f"{about['n']} held-out tasks{seen}; right: the first reward that applies is 1 or more"
+    run.table(title, comparison)
     (run.folder / "evaluation.json").write_text(json.dumps(about, indent=2))
     lines = [json.dumps(row) + "\n" for row in rows]
     (run.folder / "evaluation_samples.jsonl").write_text("".join(lines))

@@ -405,13 +405,13 @@ def make_document(example, tokenizer, args, counts):
         ids = with_eos(tokenizer(example["text"]).input_ids, tokenizer)
         return ids, ids
     if example.get("messages"):
-        return chat_document(example["messages"], 0, tokenizer, counts)
+        return chat_document(example["messages"], example.get("tools"), 0, tokenizer, counts)
     if isinstance(example.get("dialog"), list):
         return dialog_document(example, tokenizer, args)
     prompt, completion = example.get("prompt"), example.get("completion")
     if is_chat(completion):
         first_labeled = len(prompt) if args.completion_only_loss else 0
-        return chat_document(prompt + completion, first_labeled, tokenizer, counts)
+        return chat_document(prompt + completion, example.get("tools"), first_labeled, tokenizer, counts)
     if prompt is None or not (completion or "").strip():  # the prompt may be empty
         return [], []
     return completion_document(prompt, completion, tokenizer, args)
@@ -435,7 +435,7 @@ def completion_document(prompt, completion, tokenizer, args):
     return prompt + completion, prompt_labels + completion
 
 
-def chat_document(messages, first_labeled, tokenizer, counts):
+def chat_document(messages, tools, first_labeled, tokenizer, counts):
     r"""A list of messages, written by the chat template and tokenized as one text. -> ids, labels
 
     Labels are on what a policy would generate: the assistant's answers, from message number first_labeled on,
@@ -445,10 +445,13 @@ def chat_document(messages, first_labeled, tokenizer, counts):
         labels       It is 5.<|im_end|>
         no labels    \n
 
+    What a tool wrote has no labels. tools: schemas for the template, a list or its JSON text.
     counts: a Counter of answers that no rollout could give, and that have no labels: they answer no message,
     or the template writes their prompt differently once the chat goes on (without thoughts, for example)
     """
-    text = render_chat(tokenizer, messages)
+    schemas = json.loads(tools) if tools and isinstance(tools, str) else tools or None
+    render = partial(render_chat, tokenizer, schemas=schemas)
+    text = render(messages)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)  # the template has BOS
     ids = encoded.input_ids
     token_starts = [start for start, _ in encoded.offset_mapping]  # where in `text` each token starts
@@ -459,8 +462,8 @@ def chat_document(messages, first_labeled, tokenizer, counts):
             continue
         before = after = ""
         if i > 0 and messages[i - 1]["role"] != "assistant":
-            before = render_chat(tokenizer, messages[:i], is_prompt=True)  # ends in the assistant's header
-            after = render_chat(tokenizer, messages[: i + 1])
+            before = render(messages[:i], is_prompt=True)  # ends in the assistant's header
+            after = render(messages[: i + 1])
         is_in_text = before and after.startswith(before) and text.startswith(after)
         prompt = tokenizer(before, add_special_tokens=False).input_ids
         if not is_in_text or ids[: len(prompt)] != prompt:  # or a token spans the start of the answer
@@ -950,16 +953,17 @@ def is_chat(value):
     return isinstance(value, list) and len(value) > 0
 
 
-def render_chat(tokenizer, messages, is_prompt=False):
+def render_chat(tokenizer, messages, is_prompt=False, schemas=None):
     """The text of a list of messages, by the tokenizer's chat template. It contains BOS if the model needs
     one, so tokenize it with add_special_tokens=False.
 
     is_prompt: end where the assistant continues: after the header of its turn or, if the last message is its
-    own, inside that message. -> str
+    own, inside that message. schemas: the tools that the template shows to the model. -> str
     """
     is_begun = messages[-1]["role"] == "assistant" and is_prompt  # the policy goes on with this message
     return tokenizer.apply_chat_template(
         messages,
+        tools=schemas,
         tokenize=False,
         add_generation_prompt=is_prompt and not is_begun,
         continue_final_message=is_begun,

@@ -22,7 +22,6 @@ METRICS = (
     "held-out: calls per trajectory",
     "held-out: failed calls",
     "held-out: turns",
-    "without tools: pass@1",
     "greedy: pass@1",
     "greedy: calls per trajectory",
 )

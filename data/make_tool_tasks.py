@@ -33,6 +33,8 @@ import make_arithmetic
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED = 41
+# A comment in the chat template. It writes no tools into a prompt: the conversations teach them. check.py reads it.
+KNOWN_TOOLS = "{#- The model knows its tools from fine-tuning: calculator, guess. -#}\n"
 SIZES = {"calculator": {"train": 4000, "test": 512}, "tools-sft": {"train": 10_000, "test": 500}}
 LARGEST_SECRET = 31
 
@@ -182,4 +184,6 @@ if __name__ == "__main__":
     flags = parser.parse_args()
     made = make()
     make_arithmetic.write(flags.folder, made)
-    make_arithmetic.make_tokenizer(training_texts(made), PIECES).save_pretrained(flags.tokenizer)
+    tokenizer = make_arithmetic.make_tokenizer(training_texts(made), PIECES)
+    tokenizer.chat_template = KNOWN_TOOLS + tokenizer.chat_template
+    tokenizer.save_pretrained(flags.tokenizer)

@@ -1,6 +1,7 @@
 """A tool that runs Python code, which the policy writes, in a process of its own.
 
-    python grpo_tools.py --tools examples/python_tool.py:python
+    python grpo_tools.py gsm8k-tools-qwen-0.5b --tools examples/python_tool.py:python \\
+        --system-prompt "Solve it with Python." --tool-workers 8 --tool-timeout 20
 
 The process has 5 seconds, 512 MB and an empty working directory. It can list folders, and read only the
 files of the Python installation (with a system Python, all of /usr). It cannot write files, use the network

@@ -62,6 +62,7 @@ SMALL = {
     | dict(
         prompt_template=None,
         system_prompt=None,
+        tools=["data/tools.py:calculator"],
         total_episodes=16,
         gradient_accumulation_steps=1,
         num_generations=2,

@@ -309,15 +309,34 @@ def printing(query: str):
     print(query)
 
 
+async def stream(query: str) -> str:
+    """Find a page.
+
+    Args:
+        query: words
+    """
+    yield query
+
+
+def impatient(query: str) -> str:
+    """Find a page.
+
+    Args:
+        query: words
+    """
+    signal.alarm(2)
+    return query
+
+
 renamed = search
 '''
 TOOLS = {
     "no docstring": (["twice"], "tool twice cannot be described"),
     "no types": (["untyped"], "tool untyped cannot be described"),
-    "async": (["waiting"], "tool waiting is async"),
     "generator": (["pages"], "tool pages is a generator"),
     "printing": (["printing"], "tool printing prints its result: return it"),
-    "renamed": (["renamed"], "its __name__ is search"),
+    "async generator": (["stream"], "tool stream is a generator"),
+    "signal": (["impatient"], "tool impatient calls signal.alarm(), which works only in the main thread"),
     "two of one name": (["search", "search"], "2 tools are called search"),
 }
 
@@ -331,11 +350,22 @@ def test_tools(scripts, small, tmp_path, names, word):
     assert any(word in text for text in texts(found)), texts(found)
 
 
-def test_a_good_tool(scripts, small, tmp_path):
+@pytest.mark.parametrize("name", ["search", "waiting", "renamed"])
+def test_a_good_tool(scripts, small, tmp_path, name):
+    """Async functions are awaited, and the name is the flag's."""
+    (tmp_path / "own_tools.py").write_text(GOOD)
+    tools = [f"{tmp_path}/own_tools.py:{name}"]
+    args = small("grpo_tools", tools=tools, system_prompt=f"Use {name}(query).")
+    found = findings(scripts["grpo_tools"], args)
+    assert texts(found) == []
+    assert_remark(found, f"does not show the tools ({name})")
+
+
+def test_a_tool_that_the_policy_does_not_know(scripts, small, tmp_path):
+    """Neither the template nor a prompt names it, and fine-tuning taught others: no call could be right."""
     (tmp_path / "own_tools.py").write_text(GOOD)
     found = findings(scripts["grpo_tools"], small("grpo_tools", tools=[f"{tmp_path}/own_tools.py:search"]))
-    assert texts(found) == []
-    assert_remark(found, "does not show the tools (search)")
+    assert_only(found, "the policy does not know the tools (search)")
 
 
 def test_no_tool_and_no_reward(scripts, small):
@@ -411,6 +441,50 @@ def test_calls_of_an_environment(scripts, small, tmp_path, monkeypatch, of_class
         assert word is None or word in about[kind][0], found
 
 
+BROKEN = {  # old, new -> what is said
+    "no reset": ("def reset(", "def begin(", "has no method reset"),
+    "a tool called reply": (
+        "def get_reward(",
+        "def reply(self):\n        return None\n\n    def get_reward(",
+        "the script calls reply(text), which is no tool",
+    ),
+    "signal": (
+        "def get_reward(self):",
+        "def get_reward(self):\n        signal.signal(1, 2)",
+        "Guesses.get_reward calls signal.signal()",
+    ),
+}
+
+
+@pytest.mark.parametrize("old, new, word", BROKEN.values(), ids=BROKEN)
+def test_broken_environments(scripts, small, tmp_path, old, new, word):
+    flags = guesses(tmp_path)
+    path = tmp_path / "guesses.py"
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    found = findings(scripts["grpo_tools"], small("grpo_tools", **flags))
+    assert any(word in text for text in texts(found)), texts(found)
+
+
+def test_an_environment_beside_a_recipe(scripts, tmp_path):
+    """The recipe's calculator would be one of its tools, and the calculations its tasks."""
+    parse_args, environment = scripts["grpo_tools"].parse_args, guesses(tmp_path)["environment"]
+    own = ["--environment", environment]
+    word = "with the tools and the data of the recipe tiny"
+    for words, is_wrong in ((own, True), ([*own, "--tools", "None"], False), (["guess", *own], False)):
+        args = parse_args(words)
+        x = check.Inputs(scripts["grpo_tools"], args)
+        assert any(word in finding.text for finding in check.environment_faults(x)) == is_wrong
+
+
+def test_a_column_called_environments(scripts, small, tmp_path):
+    """Reward functions get the environments under this name."""
+    rows = [dict(prompt=f"Guess {i}.", secret=i, environments="a") for i in range(9)]
+    flags = guesses(tmp_path) | dict(dataset_name=write_rows(tmp_path / "data", train=rows, test=rows[:4]))
+    found = findings(scripts["grpo_tools"], small("grpo_tools", **flags))
+    assert any("a column of the data is called environments" in text for text in texts(found))
+
+
 def test_a_system_prompt_about_another_tool(scripts, small, tmp_path):
     (tmp_path / "own_tools.py").write_text(GOOD)
     prompt = "Think step by step, and use the calculator."
@@ -418,7 +492,7 @@ def test_a_system_prompt_about_another_tool(scripts, small, tmp_path):
         "grpo_tools", tools=[f"{tmp_path}/own_tools.py:search"], system_prompt=prompt, max_prompt_length=200
     )
     found = findings(scripts["grpo_tools"], args)
-    assert_only(found, "--system-prompt speaks of the tool calculator, but the tools are search")
+    assert "--system-prompt speaks of the tool calculator, but the tools are search" in texts(found)
 
 
 CALLS = {  # how a template writes a call -> whether grpo_tools.py finds it
@@ -456,7 +530,7 @@ def test_the_format_of_calls(scripts, small, monkeypatch, form, is_found):
 
     monkeypatch.setattr(module, "load_tokenizer", load_tokenizer)
     found = findings(module, small("grpo_tools", max_prompt_length=400, response_length=100))
-    errors = [text for text in texts(found) if "writes calls in a format" in text]
+    errors = [text for text in texts(found) if "writes calls that are not read" in text]
     assert len(errors) == (not is_found), texts(found)
     assert not any("does not show the tools" in text for text in texts(found, "remark"))
 

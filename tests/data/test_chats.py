@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import tokenizers
 import torch
@@ -39,6 +40,21 @@ TURNS = [
     (USER, "And 4 + 4?"),
     (ASSISTANT, "That is 8, two times 4."),
 ]
+ADD = {  # the schema of a tool
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "a": {"type": "integer", "description": "a number"},
+                "b": {"type": "integer", "description": "a number"},
+            },
+            "required": ["a", "b"],
+        },
+    },
+}
 
 
 WITHOUT_END = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -83,7 +99,7 @@ def chat_lm(family, folder, stop_ids):
 
 def documents_of(tokenizer, *rows, **flags):
     """What sft.py learns from these rows. -> list of (ids, labels)"""
-    documents, _ = sft_py.load_documents(rows, tokenizer, sft_py.Args(max_length=256, **flags))
+    documents, _ = sft_py.load_documents(rows, tokenizer, sft_py.Args(**(dict(max_length=256) | flags)))
     return [(list(ids), list(labels)) for ids, labels in documents]
 
 
@@ -138,6 +154,65 @@ def test_a_chat_in_prompt_and_completion(family):
     assert answer.endswith(f"That is 8, two times 4.{end}")
     everything = {"messages": chat(*TURNS)}
     assert documents_of(tokenizer, row, completion_only_loss=False) == documents_of(tokenizer, everything)
+
+
+def tool_chat(content=None, **call):
+    """A chat in which the assistant calls a tool, and answers."""
+    function = {"name": "add", "arguments": {"a": 2, "b": 3}} | call
+    called = {
+        "role": ASSISTANT,
+        "content": content,
+        "tool_calls": [{"type": "function", "function": function}],
+    }
+    return [*chat(TURNS[0]), called, *chat(("tool", "5"), TURNS[1])]
+
+
+@pytest.mark.parametrize("content", [None, ""])
+def test_what_is_learned_of_a_chat_with_tools(content):
+    """The template shows the tools; calls and answers are learned, results are not."""
+    tokenizer = build_tokenizer("qwen2_5")
+    messages = tool_chat(content)
+    [(ids, labels)] = documents_of(tokenizer, {"messages": messages, "tools": [ADD]}, max_length=2000)
+    text = tokenizer.decode(ids)
+    assert text == tokenizer.apply_chat_template(messages, tools=[ADD], tokenize=False)
+    assert "Add two numbers." in text and "<tool_response>\n5\n</tool_response>" in text
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call><|im_end|>'
+    assert learned(tokenizer, labels) == [call, "It is 5.<|im_end|>"]
+
+
+def test_calls_of_a_model_that_drops_thoughts():
+    """Qwen3 writes a thought into a last answer only. So a call needs one of its own, or a row of its own."""
+    tokenizer = build_tokenizer("qwen3")
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call><|im_end|>'
+    answer = "<think>\n\n</think>\n\nIt is 5.<|im_end|>"
+    messages = tool_chat()
+    for row, expected in (
+        ({"messages": messages}, [answer]),
+        ({"prompt": messages[:1], "completion": messages[1:2]}, ["<think>\n\n</think>\n\n" + call]),
+    ):
+        [(_, labels)] = documents_of(tokenizer, row | {"tools": [ADD]}, max_length=2000)
+        assert learned(tokenizer, labels) == expected
+    messages[1]["reasoning_content"] = "Hm."
+    [(_, labels)] = documents_of(tokenizer, {"messages": messages, "tools": [ADD]}, max_length=2000)
+    assert learned(tokenizer, labels) == ["<think>\nHm.\n</think>\n\n" + call, answer]
+
+
+def test_tools_of_a_chat_as_a_json_text():
+    """So a parquet file must hold them. Empty ones are none."""
+    tokenizer = build_tokenizer("qwen2_5")
+    with_tools = documents_of(tokenizer, {"messages": tool_chat(), "tools": [ADD]}, max_length=2000)
+    assert (
+        documents_of(tokenizer, {"messages": tool_chat(), "tools": json.dumps([ADD])}, max_length=2000)
+        == with_tools
+    )
+    row = {"prompt": tool_chat()[:1], "completion": tool_chat()[1:], "tools": [ADD]}
+    assert documents_of(tokenizer, row, max_length=2000) == with_tools
+    without = documents_of(tokenizer, {"messages": tool_chat()})
+    assert without != with_tools
+    for empty in (None, "", []):
+        assert documents_of(tokenizer, {"messages": tool_chat(), "tools": empty}) == without
+    text = {"prompt": "2 + 3?", "completion": " 5", "tools": "none"}  # a column of a text, like any other
+    assert documents_of(tokenizer, text) == documents_of(tokenizer, text | {"tools": None})
 
 
 def test_a_turn_without_a_prompt_is_not_learned():
@@ -224,6 +299,8 @@ def faults(scripts, small, tmp_path):
         flags |= dict(model_name_or_path=lm, dataset_name=write_rows(folder / "data", train=rows, test=rows))
         if name in (*GROUPS, "grpo_tools"):
             flags |= dict(max_prompt_length=1000, response_length=8)
+        if name == "grpo_tools":  # not every template shows it
+            flags |= dict(system_prompt="Use calculator(expression).")
         if name == "rloo_tldr":
             flags |= dict(reward_fn=reward_file(tmp_path, "return [1.0] * len(prompts)"))
         if name == "dpo_tldr":
@@ -397,13 +474,17 @@ TOOL = {"type": "function", "function": {"name": "add"}}
 
 @pytest.mark.parametrize("name", CHAT_SCRIPTS)
 def test_columns_for_the_template(scripts, faults, name):
-    """Its tools and options would be ignored. Empty ones are none; to texts, they are columns like others."""
+    """Its options would be ignored. Empty ones are none; to texts, they are columns like others. Tools reach
+    the template in sft.py."""
     tokenizer = build_tokenizer("qwen3")
-    columns = {"tools": [TOOL], "chat_template_kwargs": {"enable_thinking": False}, "images": ["a.png"]}
+    columns = {"tools": [ADD], "chat_template_kwargs": {"enable_thinking": False}, "images": ["a.png"]}
     plain = load_chats(scripts, name, CHAT_ROW, tokenizer)
     lines = faults(name, [CHAT_ROW, CHAT_ROW | columns], tokenizer)
     for column, value in columns.items():
-        assert any(f"train.jsonl row 2: the column {column} belongs to the chat" in line for line in lines)
+        found = [
+            line for line in lines if f"train.jsonl row 2: the column {column} belongs to the chat" in line
+        ]
+        assert len(found) == (column != "tools" or name != "sft"), lines
         for empty in (None, [], {}, ""):
             assert load_chats(scripts, name, CHAT_ROW | {column: empty}, tokenizer) == plain
         assert load_chats(scripts, name, TEXT_ROW | {column: value}, tokenizer)
@@ -451,6 +532,59 @@ def test_keys_that_the_template_reads():
         [(_, labels)] = documents_of(tokenizer, {"messages": [question, answer | {key: value}]})
         [text] = learned(tokenizer, labels)
         assert expected in text
+
+
+def sft_faults(faults, messages, tokenizer):
+    """What check.py finds in a chat with tools, after one without a fault."""
+    rows = [{"messages": tool_chat(""), "tools": [ADD]}, {"messages": messages, "tools": [ADD]}]
+    return faults("sft", rows, tokenizer, max_length=2000)
+
+
+def test_a_chat_with_calls_has_no_fault(faults):
+    """content: null next to calls, and the id of a call, which no template needs."""
+    messages = tool_chat()
+    messages[2]["tool_call_id"] = "call_1"
+    assert sft_faults(faults, messages, build_tokenizer("qwen2_5")) == []
+
+
+def test_tools_that_the_template_does_not_show(faults):
+    rows = [CHAT_ROW, CHAT_ROW | {"tools": [ADD]}]
+    [line] = faults("sft", rows, build_tokenizer("gemma"))
+    assert line == "train.jsonl row 2: the chat template does not show the column tools"
+
+
+def test_arguments_as_a_json_text(faults):
+    """As in OpenAI's API. A template that writes JSON would write them as a text in quotes."""
+    messages = tool_chat(arguments='{"a": 2, "b": 3}')
+    [line] = sft_faults(faults, messages, build_tokenizer("qwen2_5"))
+    assert line.startswith("train.jsonl row 2, column messages: the arguments of a call are a JSON text")
+
+
+SAME = [{"a": 2}, {"a": 3}]
+PARAMETERS = [{"properties": {"a": "number"}}, {"properties": {"b": "number"}}]
+
+
+@pytest.mark.parametrize(
+    "arguments_of_rows, tools_of_rows, is_found",
+    [
+        (SAME, [[ADD], [ADD]], False),
+        ([{"a": 2}, {"b": 3}], [[ADD], [ADD]], True),
+        (SAME, [[{"parameters": parameters}] for parameters in PARAMETERS], True),
+        (SAME, [json.dumps([{"default": None}])] * 2, False),
+    ],
+)
+def test_arguments_of_other_rows(scripts, small, tmp_path, arguments_of_rows, tools_of_rows, is_found):
+    """A parquet file has one type for all rows, so each call has the arguments of all calls."""
+    tokenizer = build_tokenizer("qwen2_5")
+    lm = save(random_lm("bloom", tokenizer, seed=0), tokenizer, tmp_path / "lm")
+    rows = [{"messages": tool_chat(arguments=arguments)} for arguments in arguments_of_rows]
+    rows = [row | {"tools": tools} for row, tools in zip(rows, tools_of_rows)]
+    (tmp_path / "data").mkdir()
+    for split in ("train", "test"):
+        datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / f"data/{split}.parquet"))
+    args = small("sft", model_name_or_path=lm, dataset_name=str(tmp_path / "data"), max_length=2000)
+    lines = check.errors(scripts["sft"], args)
+    assert any("a call or a tool has null" in line for line in lines) == is_found, lines
 
 
 @pytest.mark.parametrize("name", CHAT_SCRIPTS)
@@ -657,7 +791,8 @@ def test_preferences_between_chats(scripts, family):
 
 def turn_format(scripts, tokenizer, end):
     """What grpo_tools.py knows about a chat template whose turns end with this token."""
-    return scripts["grpo_tools"].TurnFormat(tokenizer, torch.tensor([tokenizer.convert_tokens_to_ids(end)]))
+    stops = torch.tensor([tokenizer.convert_tokens_to_ids(end)])
+    return scripts["grpo_tools"].TurnFormat(tokenizer, stops, [ADD])
 
 
 @pytest.mark.parametrize("family", ["qwen2_5", "qwen3"])
@@ -669,13 +804,15 @@ def test_results_of_tools_are_those_of_the_template(scripts, family, results):
     begun = chat((USER, "What is 8 * 9?"))
     before = tokenizer.apply_chat_template(begun, tokenize=False, add_generation_prompt=True)
     before += call + "<|im_end|>"
-    whole = begun + chat((ASSISTANT, call), *(("tool", result) for result in results))
+    messages = chat(*(("tool", result) for result in results))
+    whole = begun + chat((ASSISTANT, call)) + messages
     after = tokenizer.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
     assert after.startswith(before)
     ids, all_ids = tokenizer(before).input_ids, tokenizer(after).input_ids
     assert all_ids[: len(ids)] == ids
     ours = turn_format(scripts, tokenizer, "<|im_end|>")
-    assert ours.after_calls(results) == all_ids[len(ids) :]
+    assert ours.after_turn(messages) == all_ids[len(ids) :]
     assert ours.end == ids[-1]
-    assert ours.text_of_turn(tokenizer(call + "<|im_end|>").input_ids) == (call, True)
-    assert ours.text_of_turn(tokenizer(call).input_ids) == (call, False)
+    calls = ['\n{"name": "f", "arguments": {}}\n']
+    assert ours.read_turn(tokenizer(call + "<|im_end|>").input_ids) == (call, calls, True)
+    assert ours.read_turn(tokenizer(call).input_ids) == (call, calls, False)

@@ -25,6 +25,7 @@ VERSIONS = {  # what has one role and one name in all scripts, but not one sourc
     "load_model": 2,  # reward_model.py makes new heads
     "check_model": 2,  # sft.py packs documents
     "find_stop_tokens": 2,  # ppo_sentiment.py has no chats
+    **dict.fromkeys(["render_chat", "tokenize_prompt", "load_tasks"], 2),  # with the schemas of tools, or not
 }
 SHORTENED = {  # what ppo_minimal.py has in a shorter form than ppo_sentiment.py
     *("Args", "train", "load_prompts", "draw_batch", "rollout", "generate", "load_label_scorer"),

@@ -1275,8 +1275,16 @@ grpo_tools.train: means over tokens count what the tools wrote (trap 55)
   + metric_sums[name] += x.sum()
 grpo_tools.train: the share of failed calls is a mean over trajectories
   runs/test_grpo_tools.py::test_every_number_of_an_update
-  - b["failures"].sum() / b["calls"].sum().clamp(min=1)
+  - b["failures"].sum() / num_calls
   + (b["failures"] / b["calls"].clamp(min=1)).mean()
+grpo_tools.train: the share of tools' errors counts the policy's mistakes
+  runs/test_grpo_tools.py::test_every_number_of_an_update
+  - b["errors"].sum() / num_calls
+  + b["failures"].sum() / num_calls
+grpo_tools.train: the reasons of ends are one off
+  runs/test_grpo_tools.py::test_every_number_of_an_update
+  - for i, end in enumerate(ENDS)
+  + for i, end in enumerate(ENDS, 1)
 grpo_tools.train: turns are calls
   runs/test_grpo_tools.py::test_every_number_of_an_update
   - b["turns"].mean()
@@ -1285,10 +1293,6 @@ grpo_tools.train: samples say that all tokens were sampled
   runs/test_grpo_tools.py::test_tokens_of_samples
   - "sampled": sampled[:k]
   + "sampled": b["mask"][:k, C:]
-grpo_tools.evaluate: the control has tools
-  runs/test_grpo_tools.py::test_the_final_table
-  - replace(args, max_turns=1)
-  + args
 grpo_tools.evaluate_set: the last reward says what is right
   runs/test_grpo_tools.py::test_the_final_table
   - torch.where(first_score.isnan(), score, first_score)
@@ -1303,20 +1307,24 @@ grpo_tools.trajectory_metrics: failed calls per trajectory
   + mean("failures")
 grpo_tools.sample_responses: attention does not read what the tools wrote (trap 53)
   math/test_tools.py::test_attention_reads_all_tokens_of_a_trajectory
-  - valid], 1),
-  + sampled], 1),
+  - mask[i, first : C + t] = True
+  + mask[i, first : C + t] = torch.tensor(len(x.example["ids"]) * [True] + x.sampled)
 grpo_tools.sample_responses: the update does not see what the sampler saw (trap 53)
   math/test_tools.py::test_sampling_and_update_agree
-  - valid], 1),
-  + sampled], 1),
+  - mask[i, first : C + t] = True
+  + mask[i, first : C + t] = torch.tensor(len(x.example["ids"]) * [True] + x.sampled)
 grpo_tools.sample_responses: ends of turns count as padding (trap 54)
   math/test_tools.py::test_attention_reads_all_tokens_of_a_trajectory
-  - valid], 1),
-  + ~torch.isin(tokens, stop_ids.cpu())], 1),
-grpo_tools.sample_responses: trajectories of other prompts
-  math/test_tools.py::test_earlier_messages_are_not_trained
-  - batch["ids"].repeat_interleave(k, 0)
-  + batch["ids"].repeat(k, 1)
+  - mask[i, first : C + t] = True
+  + mask[i, first : C + t] = ids[i, first : C + t] != 2
+grpo_tools.sample_responses: tables show tasks without what environments say
+  math/test_tools.py::test_siblings_may_begin_with_different_texts
+  - [x.example for x in trajectories[::k]]
+  + list(batch["examples"])
+grpo_tools.sample_responses: mistakes of the policy are a warning about the tools
+  math/test_tools.py::test_tools_that_always_fail_are_told
+  - b["errors"] + b["timeouts"]
+  + b["failures"]
 grpo_tools.sample_responses: a turn that stopped counts as an answer
   runs/test_grpo_tools.py::test_every_number_of_an_update
   - x.has_ended for x
@@ -1336,7 +1344,7 @@ grpo_tools.Trajectory.add: the end of a turn is not learned (trap 57)
 grpo_tools.write_trajectories: a turn is tokenized again (trap 51)
   math/test_tools.py::test_no_turn_is_tokenized_again
   - x.add(tokens, logprobs)
-  + x.add(tokenizer(tokenizer.decode(tokens), add_special_tokens=False).input_ids, logprobs)
+  + x.add(turn_format.tokenizer(turn_format.tokenizer.decode(tokens)).input_ids, logprobs)
 grpo_tools.write_trajectories: each turn begins with the same random numbers
   math/test_tools.py::test_a_turn_goes_on_after_the_result
   - x.uniforms[len(x.tokens) :]
@@ -1347,28 +1355,44 @@ grpo_tools.write_trajectories: each turn may be as long as a trajectory
   + x.uniforms
 grpo_tools.write_trajectories: a result may fill the trajectory (IndexError)
   math/test_tools.py::test_a_result_must_leave_room_for_a_token
-  - len(x.tokens) + len(tokens) < T
-  + len(x.tokens) + len(tokens) <= T
+  - >= T
+  + > T
 grpo_tools.write_trajectories: a result needs no room (IndexError)
   math/test_tools.py::test_a_result_must_leave_room_for_a_token
-  - len(x.tokens) + len(tokens) < T and
-  +
+  - elif len(x.tokens) + len(tokens) >= T:
+  + elif False:
 grpo_tools.write_trajectories: a result that no turn will read is appended
   math/test_tools.py::test_the_last_turn
-  -  and x.num_turns < args.max_turns
-  +
+  - x.num_turns == args.max_turns
+  + x.num_turns > args.max_turns
 grpo_tools.write_trajectories: a turn with a call counts as an answer
   math/test_tools.py::test_the_last_turn
-  - is_complete and not calls
-  + is_complete
+  - x.end = "no_turn"
+  + x.end = "answer"
 grpo_tools.write_trajectories: an answer that was cut off counts as one
   math/test_tools.py::test_a_turn_that_is_cut_off
-  - is_complete and not calls
-  + not calls
-grpo_tools.write_trajectories: the calls of a turn that was cut off are made (trap 57)
-  math/test_tools.py::test_a_turn_that_is_cut_off
-  -  and x.tokens[-1] == turn_format.end
-  +
+  - if not is_complete:
+  + if False:
+grpo_tools.write_trajectories: the calls of a turn with another end are made (trap 57)
+  math/test_tools.py::test_a_call_that_another_stop_token_ends
+  - tokens[-1] == turn_format.end
+  + True
+grpo_tools.write_trajectories: a call that was not finished is an answer
+  math/test_tools.py::test_why_a_trajectory_ends[unfinished_call]
+  - turn_format.has_open_call(text)
+  + False
+grpo_tools.write_trajectories: what an environment says first is lost
+  math/test_tools.py::test_an_environment_speaks_first
+  - if text:
+  + if False:
+grpo_tools.write_trajectories: siblings read what the environment says to the first
+  math/test_tools.py::test_siblings_may_begin_with_different_texts
+  - if all(text == texts[i // k * k] for i, text in enumerate(texts)):
+  + if True:
+grpo_tools.write_trajectories: an environment cannot end a trajectory
+  math/test_tools.py::test_an_environment_ends_a_trajectory
+  - if is_over:
+  + if False:
 grpo_tools.write_trajectories: the policy does not read the results (trap 53)
   math/test_tools.py::test_a_turn_goes_on_after_the_result
   - x.example["ids"] + x.tokens for
@@ -1379,19 +1403,12 @@ grpo_tools.write_trajectories: the results count as sampled (trap 52)
   + x.add(tokens, len(tokens) * [0.0])
 grpo_tools.write_trajectories: results are not cut (IndexError)
   math/test_tools.py::test_a_long_result_is_cut
-  - cut_text(tokenizer, result, args.max_tool_tokens) for
-  + result for
+  - message["content"] = turn_format.text_of_result(message["content"], args.max_tool_tokens)
+  + pass
 grpo_tools.write_trajectories: rewards do not see the results
   math/test_tools.py::test_a_turn_goes_on_after_the_result
-  - [{"role": "tool", "content": result} for result in results]
-  + []
-grpo_tools.write_trajectories: the trajectories of a task share an environment
-  math/test_tools.py::test_each_trajectory_has_its_own_environment
-  -         for uniforms in uniforms_of_group:  # [T]
-  -             trajectories.append(Trajectory(example, *make_tools(example["columns"]), uniforms))
-  +         shared = make_tools(example["columns"])
-  +         for uniforms in uniforms_of_group:
-  +             trajectories.append(Trajectory(example, *shared, uniforms))
+  - x.messages += messages
+  + pass
 grpo_tools.sample_turns: texts read their padding (trap 54)
   math/test_tools.py::test_a_turn_does_not_depend_on_the_other_texts
   - padding_value=-1
@@ -1410,69 +1427,111 @@ grpo_tools.sample_turns: the temperature of a turn is forgotten (trap 11)
   + stop_ids, 1.0)
 grpo_tools.call_tools: a turn has one call
   math/test_tools.py::test_what_counts_as_failed
-  - x.num_calls += len(calls)
-  + x.num_calls += 1
+  - x.num_calls += 1
+  + x.num_calls = 1
 grpo_tools.call_tools: each result with the word error is a failure
   math/test_tools.py::test_what_counts_as_failed
   - result.startswith("error: ")
   + "error: " in result
 grpo_tools.call_tools: a missing result is no failure
   math/test_tools.py::test_a_result_that_comes_too_late_is_dropped
-  - [f"error: no result
-  + [f"no result
-grpo_tools.call_tools: a tool changes results that were read
-  math/test_tools.py::test_a_result_that_comes_too_late_is_dropped
-  -         results = list(results)  # a copy: a tool that hangs may still append to its own list
-  -         results += (
-  +         results += (
-grpo_tools.call_tools: only one of the calls after a time-out has a result
-  math/test_tools.py::test_tools_run_in_parallel_and_one_that_hangs_ends_in_an_error
-  - (len(calls) - len(results)) *
-  + 1 *
+  - f"error: no result
+  + f"no result
 grpo_tools.call_tools: tools run one after the other
   math/test_tools.py::test_tools_run_in_parallel_and_one_that_hangs_ends_in_an_error
-  -         thread.start()
-  +         thread.start()
-  +         thread.join(timeout)
-grpo_tools.call_tools: every trajectory waits for the whole time
-  math/test_tools.py::test_the_time_limit_is_that_of_all_trajectories
-  - thread.join(max(0, deadline - time.time()))
-  + thread.join(timeout)
-grpo_tools.run_calls: calls are made after their time
-  math/test_tools.py::test_after_the_time_limit_no_call_is_made
-  - if is_over.is_set():
+  - x.worker.submit(run_call
+  + trajectories[0].worker.submit(run_call
+grpo_tools.run_call: an environment is used while a call still runs
+  math/test_tools.py::test_an_environment_is_left_after_a_call_that_hangs
+  - if x.environment is not None and x.num_timeouts:
   + if False:
-grpo_tools.run_calls: an error ends the calls of its turn
+grpo_tools.run_call: a tool can end the run (AttributeError)
+  math/test_tools.py::test_a_tool_cannot_end_the_run
+  - except BaseException
+  + except Exception
+grpo_tools.run_call: the policy reads what an async tool is
+  math/test_tools.py::test_async_tools
+  - x.worker.finished(function(**call["arguments"]))
+  + function(**call["arguments"])
+grpo_tools.run_call: wrong arguments are an error of the tool
   math/test_tools.py::test_what_the_policy_writes_wrongly_becomes_the_result
-  - results.append(f"error: {type(error).__name__}: {error}")
-  + return results.append(f"error: {type(error).__name__}: {error}")
-grpo_tools.find_calls: only the first call of a turn is made
-  math/test_tools.py::test_calls_in_a_turn
-  - re.DOTALL)
-  + re.DOTALL)[:1]
-grpo_tools.find_calls: a call over several lines is none
-  math/test_tools.py::test_calls_in_a_turn
-  - , re.DOTALL)
-  + )
-grpo_tools.cut_text: the end of a result is kept
-  math/test_tools.py::test_a_long_result_is_cut
-  - ids[:max_tokens]
-  + ids[-max_tokens:]
-grpo_tools.TurnFormat.after_calls: the end of a turn is there twice (trap 57)
-  math/test_tools.py::test_a_turn_goes_on_after_the_result
-  - self.ids_after_text(results)[1:]
-  + self.ids_after_text(results)
-grpo_tools.TurnFormat.text_of_turn: the end of a turn is part of its text
+  - inspect.signature(function).bind(
+  + (lambda **arguments: 0)(
+grpo_tools.Trajectory.ask: an environment is rewarded while a call still runs
+  math/test_tools.py::test_an_environment_is_left_after_a_call_that_hangs
+  - if self.num_timeouts or not hasattr
+  + if not hasattr
+grpo_tools.Worker.work: a tool does not find the event loop of its thread (trap 60)
+  math/test_tools.py::test_async_tools
+  - asyncio.set_event_loop(self.loop)
+  + pass
+grpo_tools.Worker.is_in_time: a result that comes too late is one (trap 60)
+  math/test_tools.py::test_a_call_that_lets_no_other_thread_run
+  - job.seconds <= timeout
+  + True
+grpo_tools.Worker.replace_thread: an endless loop goes on
+  math/test_tools.py::test_an_endless_loop_is_ended
+  - if job.thread.is_alive():
+  + if False:
+grpo_tools.TurnFormat.read_turn: only the first call of a turn is made
+  math/test_tool_formats.py::test_calls_in_a_turn
+  - [call for call in calls if call is not None]
+  + [call for call in calls if call is not None][:1]
+grpo_tools.TurnFormat.read_turn: a call without anything is none
+  math/test_tool_formats.py::test_calls_in_a_turn
+  - if call is not None]
+  + if call]
+grpo_tools.TurnFormat.read_turn: a call in a thought that the template opens is made (trap 58)
+  math/test_tool_formats.py::test_a_call_that_is_only_thought_about
+  - finditer(self.header + text)
+  + finditer(text)
+grpo_tools.TurnFormat.read_turn: transformers does not know where a turn begins (trap 58)
+  math/test_tool_formats.py::test_a_call_that_is_only_thought_about
+  - prefix=self.header
+  + prefix=""
+grpo_tools.TurnFormat.read_turn: transformers does not know what is a number (trap 58)
+  math/test_tool_formats.py::test_calls_as_the_model_describes_them
+  - tools=self.schemas
+  + tools=None
+grpo_tools.TurnFormat.read_turn: a broken call is none, and the turn an answer (trap 58, ValueError)
+  math/test_tool_formats.py::test_a_broken_call_as_the_model_describes_it
+  - calls = [f"{type(error).__name__}: {error}"]
+  + calls = [f"{type(error).__name__}: {error}"][:0]
+grpo_tools.TurnFormat.read_turn: the end of a turn is part of its text
   math/test_tools.py::test_a_turn_goes_on_after_the_result
   - tokens[:-1] if is_complete else tokens
   + tokens
+grpo_tools.TurnFormat.has_open_call: a call in a thought is not finished
+  math/test_tool_formats.py::test_a_call_that_is_not_finished
+  - THOUGHT_OR_CALL.sub("", self.header + text)
+  + re.sub("<tool_call>.*?</tool_call>", "", text, flags=re.DOTALL)
+grpo_tools.TurnFormat.text_of_result: the end of a result is kept
+  math/test_tool_formats.py::test_a_long_result_is_cut_between_characters
+  - ids[:max_tokens]
+  + ids[-max_tokens:]
+grpo_tools.TurnFormat.text_of_result: a result is cut within a character (trap 59)
+  math/test_tool_formats.py::test_a_long_result_is_cut_between_characters
+  - .rstrip("\ufffd")
+  + .rstrip("")
+grpo_tools.TurnFormat.text_of_result: a result ends its message (trap 59)
+  math/test_tool_formats.py::test_a_result_ends_no_turn
+  - match[0][0] + " " + match[0][1:]
+  + match[0]
+grpo_tools.TurnFormat.__init__: a result closes the tag around it (trap 59)
+  math/test_tool_formats.py::test_a_tag_of_the_template_in_a_result
+  - if is_special or text in tokenizer.chat_template]
+  + if is_special]
+grpo_tools.TurnFormat.after_turn: the end of a turn is there twice (trap 57)
+  math/test_tools.py::test_a_turn_goes_on_after_the_result
+  - self.ids_after_text(messages)[1:]
+  + self.ids_after_text(messages)
 check.turn_faults: a turn may end with a token that does not stop it (trap 57)
   check/test_check_rewards.py::test_turns_that_cannot_be_told_apart
-  - after[0] not in x.stop_ids
+  - turn_format.end not in x.stop_ids
   + False
 check.turn_faults: a template may leave out the results
   check/test_check_rewards.py::test_turns_that_cannot_be_told_apart
-  - texts[0] == texts[1]
+  - turn_format.after_turn([result_of("1")]) == turn_format.after_turn([result_of("2")])
   + False
 check.check_begun_answers: a begun answer that is empty
   check/test_check_chats.py::test_a_begun_answer_that_is_empty[grpo_math-]
@@ -1502,7 +1561,7 @@ check.own_surplus: shuffled responses
   check/test_check_data.py::test_responses_of_other_prompts[rejected]
   - others = prompts[half:] + prompts[:half]
   + others = prompts
-check.check_control_tokens: control tokens in a user's message are not counted (trap 58)
+check.check_control_tokens: control tokens in a user's message are not counted (trap 59)
   check/test_check_chats.py::test_control_tokens_in_a_text
   - pattern.search(str(message.get("content")))
   + None
@@ -1514,48 +1573,99 @@ check.reversed_sentiments: names of labels in the wrong order
   check/test_check_data.py::test_names_of_labels_in_the_wrong_order[positive,negative-True]
   - means["negative"] - means["positive"] >
   + means["positive"] - means["negative"] >
-check.turn_faults: a template may change a turn (ValueError)
+check.check_tool_format: a template may change a turn (ValueError)
   check/test_check_rewards.py::test_turns_that_cannot_be_told_apart
-  - texts[0].count(mark) != 1
+  - text.count(x.script.MARK) != 1
   + False
+check.failures_with: calls need not be read back (trap 58, ValueError)
+  check/test_tool_templates.py::test_a_template_that_is_refused
+  - calls_in(x, turn_format, turn) == [expected]
+  + calls_in(x, turn_format, turn) or True
+check.failures_with: something else may follow a call (trap 58, ValueError)
+  check/test_tool_templates.py::test_a_template_that_is_refused
+  - if not text.endswith(end):
+  + if False:
+check.check_known_tools: nobody need know the tools (trap 58)
+  check/test_tool_templates.py::test_a_template_that_is_refused
+  - if unknown:
+  + if False:
+check.check_known_tools: a word of the template's code names a tool (trap 58)
+  check/test_tool_templates.py::test_tools_that_fine_tuning_taught
+  - re.findall(r"\{#.*?#\}", template, re.DOTALL)
+  + [template]
+check.check_calls: arguments may be a JSON text in quotes (trap 48, ValueError)
+  data/test_chats.py::test_arguments_as_a_json_text
+  - rendered(x, row, chat) != rendered(x, row, loaded)
+  + False
+sft.chat_document: the template does not show the tools (trap 48)
+  data/test_chats.py::test_what_is_learned_of_a_chat_with_tools
+  - partial(render_chat, tokenizer, schemas=schemas)
+  + partial(render_chat, tokenizer)
 grpo_tools.TurnFormat.ids_after_text: each result is a message to the policy by itself
   data/test_chats.py::test_results_of_tools_are_those_of_the_template
-  - for result in results]
-  + for result in results[:1]]
+  - *messages]
+  + *messages[:1]]
+check.thread_faults: a signal may be set in a thread
+  check/test_check_rewards.py::test_broken_environments[signal]
+  - if found:
+  + if False:
+check.environment_faults: the tools of a recipe may stay beside an environment
+  check/test_check_rewards.py::test_an_environment_beside_a_recipe
+  - if kept and
+  + if False and
+check.environment_faults: a tool may have the name of a method that the script calls
+  check/test_check_rewards.py::test_broken_environments[a tool called reply]
+  - except TypeError as problem:
+  + except TypeError as problem:
+  +             continue
+check.check_tool: an async generator may be a tool
+  check/test_check_rewards.py::test_tools[async generator]
+  -  or inspect.isasyncgenfunction(function)
+  +
 grpo_tools.load_tools: the policy can ask for its reward
   math/test_tools.py::test_the_tools_of_an_environment
-  - ("reset", "get_reward")
-  + ("reset",)
+  - name not in OWN_METHODS
+  + name != "reset"
 grpo_tools.load_tools: an environment hides the functions of --tools
   math/test_tools.py::test_the_tools_of_an_environment
-  - tools = dict(functions)
-  + tools = {}
+  - return functions | {
+  + return {
 grpo_tools.load_tools: private methods are tools
   math/test_tools.py::test_the_tools_of_an_environment
   - if not name.startswith("_")
   + if not name.startswith("__")
-grpo_tools.load_tools: an environment keeps the state of an earlier trajectory
+grpo_tools.load_tools: the trajectories of a task share an environment
   math/test_tools.py::test_each_trajectory_has_its_own_environment
-  -         environment = environment_class()
-  -         #
-  +         environment = vars(args).setdefault("environment_of_all", environment_class())
-  +         #
+  - x.environment = job.result()
+  + x.environment = environments[0].result()
+grpo_tools.load_tools: an environment is made in another thread (trap 60, ProgrammingError)
+  math/test_tools.py::test_an_environment_lives_in_one_thread
+  - x.environment = job.result()
+  + x.environment = environment_class()
+grpo_tools.load_tools: properties of an environment are read (OSError)
+  math/test_tools.py::test_the_tools_of_an_environment
+  - inspect.getmembers(environment_class,
+  + inspect.getmembers(environment_class(),
+grpo_tools.load_tools: the schema has another name than the flag
+  math/test_tools.py::test_a_tool_has_the_name_of_the_flag
+  - ["name"] = name
+  + ["name"]
 grpo_tools.load_tools: reset changes the columns that siblings and rewards read
   math/test_tools.py::test_reset_gets_a_copy_of_the_columns
-  - copy.deepcopy(columns)
-  + columns
+  - copy.deepcopy(x.example["columns"])
+  + x.example["columns"]
 grpo_tools.load_tools: what reset returns is lost
-  math/test_tools.py::test_what_reset_returns_is_not_dropped
-  - if environment.reset(**copy.deepcopy(columns)) is not None:
-  + if environment.reset(**copy.deepcopy(columns)) is False:
+  math/test_tools.py::test_reset_gets_a_copy_of_the_columns
+  - [job.result() for job in resets]
+  + [job.result() and None for job in resets]
 grpo_tools.load_prompts: a prompt that is a text has no tools
   math/test_tools.py::test_a_text_is_a_message_of_the_user
   - and not is_chat(row["prompt"]):
   + and False:
-grpo_tools.load_reward: --reward-fn hides the reward of the environment (KeyError)
+grpo_tools.score_trajectories: --reward-fn hides the reward of the environment (KeyError)
   math/test_tools.py::test_each_trajectory_has_its_own_environment
-  - if hasattr(environment_class, "get_reward"):
-  + if not functions and hasattr(environment_class, "get_reward"):
+  - if hasattr(environments[0], "get_reward"):
+  + if not functions and hasattr(environments[0], "get_reward"):
 grpo_tools.score_trajectories: rewards see the last message only
   math/test_tools.py::test_each_trajectory_has_its_own_environment
   - [x.messages for x in trajectories]

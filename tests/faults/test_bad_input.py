@@ -103,6 +103,7 @@ def test_what_we_refuse(scripts, small, broken, capsys, tmp_path, name, changes,
 
 RL_SIZES = "per_device_train_batch_size gradient_accumulation_steps num_mini_batches num_ppo_epochs "
 RL_SIZES += "total_episodes temperature response_length"
+TOOL_SIZES = "tool_workers tool_timeout"
 PPO_SIZES = f"{RL_SIZES} num_eval_prompts kl_target kl_horizon local_rollout_forward_batch_size"
 STEPS = "per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_length num_eval_prompts"
 SIZES = {
@@ -110,7 +111,7 @@ SIZES = {
     "ppo_dialog": f"{PPO_SIZES} num_context_utterances max_prompt_length",
     "rloo_tldr": f"{RL_SIZES} num_eval_prompts max_prompt_length local_rollout_forward_batch_size",
     "grpo_math": f"{RL_SIZES} num_eval_prompts num_eval_samples num_train_rows max_prompt_length",
-    "grpo_tools": f"{RL_SIZES} num_eval_prompts num_eval_samples max_turns max_tool_tokens tool_timeout",
+    "grpo_tools": f"{RL_SIZES} num_eval_prompts num_eval_samples max_turns max_tool_tokens {TOOL_SIZES}",
     "sft": f"{STEPS} num_train_rows",
     "reward_model": STEPS,
     "dpo_tldr": f"{STEPS} num_eval_pairs response_length temperature beta",

@@ -1,8 +1,12 @@
 """Trajectories of several turns: which tokens are sampled, what the gradient is, what the tools get."""
 
+import asyncio
 import itertools
 import json
+import sys
+import threading
 import time
+import warnings
 from types import SimpleNamespace
 
 import datasets
@@ -31,12 +35,12 @@ def parts():
     """The fine-tuned model and all that its rollouts need."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     policy = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    make_tools, _ = script.load_tools(ARGS)
+    start_tools, schemas = script.load_tools(ARGS)
     stop_ids = script.find_stop_tokens(ARGS, tokenizer, policy)
-    turn_format = script.TurnFormat(tokenizer, stop_ids)
+    turn_format = script.TurnFormat(tokenizer, stop_ids, schemas)
     examples = [task(tokenizer, row["prompt"], **row) for row in TASKS]
     batch = script.draw_batch(examples, 4, ARGS, "test")
-    inputs = policy, tokenizer, turn_format, make_tools, stop_ids
+    inputs = policy, turn_format, start_tools, stop_ids
     return SimpleNamespace(
         policy=policy,
         tokenizer=tokenizer,
@@ -57,8 +61,8 @@ def rolled_out(parts):
     """24 trajectories of the fine-tuned model at a high temperature, so that they differ in their turns."""
     with torch.no_grad():
         trajectories = script.write_trajectories(*parts.inputs, parts.batch, ARGS)
-    b, responses = script.sample_responses(*parts.inputs, numbered_scores, parts.batch, ARGS)
-    return SimpleNamespace(**vars(parts), trajectories=trajectories, b=b, responses=responses)
+    b, _ = script.sample_responses(*parts.inputs, numbered_scores, parts.batch, ARGS)
+    return SimpleNamespace(**vars(parts), trajectories=trajectories, b=b)
 
 
 def test_the_trajectories_have_different_numbers_of_turns(rolled_out):
@@ -243,14 +247,22 @@ class Letters:
 class LetterTurns:
     """The policy's turns end with <end>; a result is one letter."""
 
-    end = 0
+    end, tokenizer = 0, Letters()
 
-    def after_calls(self, results):
-        return [LETTERS.index(result) for result in results]
+    def after_turn(self, messages):
+        return [LETTERS.index(message["content"]) for message in messages]
 
-    def text_of_turn(self, tokens):
+    def read_turn(self, tokens):
+        """An "a" calls a tool."""
         is_complete = tokens[-1] == 0
-        return Letters().decode(tokens[:-1] if is_complete else tokens), is_complete
+        text = Letters().decode(tokens[:-1] if is_complete else tokens)
+        return text, ["{}"] if "a" in text else [], is_complete
+
+    def has_open_call(self, text):
+        return False
+
+    def text_of_result(self, result, max_tokens):
+        return result
 
 
 def answer_of_tool(text, secret):
@@ -298,13 +310,11 @@ def test_the_expected_gradient_of_a_game_of_two_turns(monkeypatch):
     never = torch.tensor([0.0, 0.0, 0.0, -60.0, -60.0])
     plain_logits = script.token_logits
     monkeypatch.setattr(script, "token_logits", lambda *inputs: plain_logits(*inputs) + never)
-    monkeypatch.setattr(script, "find_calls", lambda text: ["call"] if "a" in text else [])
 
-    def run_calls(trajectory, results, is_over):
-        text = trajectory.messages[-1]["content"]
-        results.append(answer_of_tool(text, trajectory.example["columns"]["secret"]))
+    def run_call(x, call):
+        return answer_of_tool(x.messages[-1]["content"], x.example["columns"]["secret"]), False
 
-    monkeypatch.setattr(script, "run_calls", run_calls)
+    monkeypatch.setattr(script, "run_call", run_call)
 
     # Exactly: the gradient of sum p(trajectory) * reward.
     def logprobs_of(ids):
@@ -324,6 +334,7 @@ def test_the_expected_gradient_of_a_game_of_two_turns(monkeypatch):
     k = 1000
     args = script.Args(response_length=room, max_turns=max_turns, local_rollout_forward_batch_size=4 * k)
     args = script.replace(args, num_generations=k)
+    start_tools, _ = script.load_tools(args)
     examples = [dict(ids=prompt, prompt="", columns=dict(secret=secret)) for secret in (0, 1)]
     estimates = []
     for seed in range(16):
@@ -334,7 +345,7 @@ def test_the_expected_gradient_of_a_game_of_two_turns(monkeypatch):
             secrets = [x.example["columns"]["secret"] for x in trajectories]
             return {"game": torch.tensor([game_reward(*pair) for pair in zip(turns, secrets)])}
 
-        inputs = policy, Letters(), LetterTurns(), lambda columns: ({}, None), torch.tensor([0]), get_scores
+        inputs = policy, LetterTurns(), start_tools, torch.tensor([0]), get_scores
         b, _ = script.sample_responses(*inputs, batch, args)
         rewards = b["rewards/game"].view(2, k)
         advantages = ((rewards - rewards.mean(1, keepdim=True)) * k / (k - 1)).flatten()
@@ -353,120 +364,193 @@ def test_the_expected_gradient_of_a_game_of_two_turns(monkeypatch):
 # ---- Calls -------------------------------------------------------------------------------------------------
 
 
-def trajectory_with(tools, *calls):
+def trajectory_with(tools, *calls, worker=None, environment=None):
     """A trajectory whose last message has these calls."""
-    x = script.Trajectory({}, tools, None, None)
+    x = script.Trajectory({}, None, worker or script.Worker(), tools, environment)
     x.messages.append({"role": "assistant", "content": "", "tool_calls": list(calls)})
     return x
 
 
+def call_of(name, **arguments):
+    return json.dumps({"name": name, "arguments": arguments})
+
+
 def test_what_the_policy_writes_wrongly_becomes_the_result():
-    """Broken JSON, no such tool, wrong arguments and an exception are told to the policy, and counted."""
+    """Broken JSON, no such tool, wrong arguments and an exception are told to the policy, and counted. Only
+    the last is the tool's."""
 
     def half(number: int):
         if number % 2:
             raise ValueError("odd")
         return number // 2
 
-    good, odd = '{"name": "half", "arguments": {"number": 8}}', '{"name": "half", "arguments": {"number": 7}}'
-    bad = ['{"name": "half"', '{"name": "no"}', "[1]", '{"name": "half", "arguments": {"x": 1}}', odd]
-    x = trajectory_with(dict(half=half), good, *bad)
+    bad = ['{"name": "half"', call_of("no"), "[1]", call_of("half", x=1), call_of("half", number=7)]
+    x = trajectory_with(dict(half=half), call_of("half", number=8), *bad)
     [results] = script.call_tools([x], 10)
     assert results[0] == "4" and all(result.startswith("error: ") for result in results[1:])
     assert "ValueError: odd" in results[-1]
-    assert (x.num_calls, x.num_failures) == (6, 5)
+    assert (x.num_calls, x.num_failures, x.num_errors, x.num_timeouts) == (6, 5, 1, 0)
+
+
+def test_a_tool_cannot_end_the_run():
+    """sys.exit() in a tool is a mistake of the tool, and its thread goes on."""
+    x = trajectory_with(dict(f=lambda: sys.exit(0), g=lambda: "fine"), call_of("f"), call_of("g"))
+    assert script.call_tools([x], 10) == [["error: SystemExit: 0", "fine"]]
+    assert (x.num_failures, x.num_errors) == (1, 1)
+
+
+def test_async_tools():
+    """The policy reads what they return at their end. They share one event loop, in which a lock survives."""
+    loops = []
+
+    async def add(a: int, b: int):
+        await asyncio.sleep(0.01)
+        loops.append(asyncio.get_running_loop())
+        return a + b
+
+    def plain():
+        return asyncio.get_event_loop().run_until_complete(add(3, 4))
+
+    tools = dict(add=add, plain=plain, alone=lambda: asyncio.run(add(5, 6)))
+    calls = call_of("add", a=1, b=2), call_of("alone"), call_of("plain"), call_of("add", a=7, b=8)
+    x = trajectory_with(tools, *calls)
+    assert script.call_tools([x], 10) == [["3", "11", "7", "15"]]
+    assert loops[0] is loops[2] is loops[3] is not loops[1]
 
 
 def test_half_of_a_surrogate_pair(play):
     """JSON can write it, and a tool can return it or raise it, but no tokenizer takes it."""
     half = CALL.replace("12", r"\ud83d")
-    for call in (half, half.replace("text", r"\ud83d")):
-        x, read, _ = play(call + END, "72" + END, response_length=200)
+
+    def broken(text):
+        raise ValueError(text)
+
+    for tools in (None, dict(echo=broken)):
+        x, read, _ = play(half + END, "72" + END, tools=tools, response_length=200)
         assert "?" in x.messages[1]["content"] and x.messages[1]["content"] in read[1][0] and x.has_ended
 
 
+def nap(seconds=0.0):
+    time.sleep(seconds)
+    return "awake"
+
+
 def test_tools_run_in_parallel_and_one_that_hangs_ends_in_an_error():
-    """The others have their results; the calls after the one that hangs have none."""
-
-    def nap(seconds):
-        time.sleep(seconds)
-        return "awake"
-
-    def call(seconds):
-        return json.dumps({"name": "nap", "arguments": {"seconds": seconds}})
-
+    """The others have their results, also those after it in the same thread."""
     start = time.time()
-    rows = [trajectory_with(dict(nap=nap), call(0.2)) for _ in range(20)]
-    rows.append(trajectory_with(dict(nap=nap), call(0), call(30), call(0)))
-    *results, last = script.call_tools(rows, 1.5)
+    workers = [script.Worker() for _ in range(5)]
+    rows = [
+        trajectory_with(dict(nap=nap), call_of("nap", seconds=0.2), worker=workers[i % 5]) for i in range(20)
+    ]
+    hangs = trajectory_with(
+        dict(nap=nap), call_of("nap"), call_of("nap", seconds=30), call_of("nap"), worker=workers[0]
+    )
+    rows.insert(0, hangs)
+    first, *results = script.call_tools(rows, 1.0)
     assert time.time() - start < 3
     assert results == 20 * [["awake"]]
-    assert last[0] == "awake" and all("no result after 1.5 seconds" in x for x in last[1:]) and len(last) == 3
-    assert rows[-1].num_failures == 2
+    assert first == ["awake", "error: no result after 1 seconds", "awake"]
+    assert (hangs.num_calls, hangs.num_failures, hangs.num_errors, hangs.num_timeouts) == (3, 1, 0, 1)
 
 
-def test_the_calls_of_a_turn_share_the_time():
-    """Each is fast enough alone, but the second one has no result in time."""
-
-    def nap():
-        time.sleep(0.6)
-        return "awake"
-
-    call = json.dumps({"name": "nap", "arguments": {}})
-    [results] = script.call_tools([trajectory_with(dict(nap=nap), call, call)], 1.0)
-    assert results == ["awake", "error: no result after 1 seconds"]
+def test_each_call_has_its_own_time():
+    """The limit counts from the start of the call, not from when it was asked for."""
+    worker = script.Worker()
+    call = call_of("nap", seconds=0.4)
+    rows = [trajectory_with(dict(nap=nap), call, call, worker=worker) for _ in range(2)]
+    assert script.call_tools(rows, 0.7) == 2 * [["awake", "awake"]]
 
 
-def test_calls_in_a_turn():
+def test_many_calls_that_hang():
+    """As many at once as there are threads, and each is waited for once: four rounds of half a second."""
+    workers = [script.Worker() for _ in range(4)]
+    rows = [
+        trajectory_with(dict(nap=nap), call_of("nap", seconds=30), worker=workers[i % 4]) for i in range(16)
+    ]
+    start = time.time()
+    results = script.call_tools(rows, 0.5)
+    assert results == 16 * [["error: no result after 0.5 seconds"]]
+    assert 1.9 < time.time() - start < 3
+
+
+def test_an_endless_loop_is_ended():
+    """It would take time from everything that runs afterwards."""
+    counted = [0]
+
+    def count():
+        while True:
+            counted[0] += 1
+
+    [results] = script.call_tools([trajectory_with(dict(count=count), call_of("count"))], 0.2)
+    assert results == ["error: no result after 0.2 seconds"]
+    time.sleep(0.3)
+    end = counted[0]
+    time.sleep(0.3)
+    assert counted[0] == end > 0
+
+
+def test_a_call_that_lets_no_other_thread_run():
+    """It cannot be given up while it runs. Its result comes too late, so it is none."""
+    started = []
+
+    def power():
+        started.append(time.time())
+        while time.time() - started[0] < 0.5:
+            pow(7, 200_000)  # one call of C code
+        return "done"
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(5)  # Python offers the lock to other threads only after 5 seconds
+    x = trajectory_with(dict(power=power), call_of("power"))
+    [results] = script.call_tools([x], 0.1)
+    sys.setswitchinterval(interval)
+    assert results == ["error: no result after 0.1 seconds"] and x.num_timeouts == 1
+
+
+def test_calls_in_a_turn(parts):
     """All of them, on one line or on several, with what is between."""
     one, two = '{"name": "f"}', '\n{"name": "g"}\n'
     text = f"First <tool_call>{one}</tool_call> and <tool_call>{two}</tool_call>, not <tool_call>{one}"
-    assert script.find_calls(text) == [one, two]
+    tokens = parts.tokenizer(text + END).input_ids
+    assert parts.turn_format.read_turn(tokens) == (text, [one, two], True)
 
 
 def test_what_counts_as_failed(monkeypatch):
     """A result that begins with "error: ", whoever wrote it; not each result with that word."""
     results = iter(["no error: 0", "error: none"])
-    x = trajectory_with(dict(f=lambda: next(results)), *2 * ['{"name": "f", "arguments": {}}'])
-    assert list(script.call_tools([x], 10)) == [["no error: 0", "error: none"]]
-    assert (x.num_calls, x.num_failures) == (2, 1)
+    x = trajectory_with(dict(f=lambda: next(results)), *2 * [call_of("f")])
+    assert script.call_tools([x], 10) == [["no error: 0", "error: none"]]
+    assert (x.num_calls, x.num_failures, x.num_errors) == (2, 1, 0)
 
 
 def test_a_result_that_comes_too_late_is_dropped():
-    """The policy has read an error, and the tool that goes on cannot change that."""
-
-    def nap():
-        time.sleep(0.6)
-        return "awake"
-
-    x = trajectory_with(dict(nap=nap), '{"name": "nap", "arguments": {}}')
+    """The policy has read an error, and the call that goes on cannot change that."""
+    x = trajectory_with(dict(nap=nap), call_of("nap", seconds=0.6), call_of("nap"))
     [results] = script.call_tools([x], 0.2)
-    assert "no result after 0.2 seconds" in results[0]
     time.sleep(0.8)
-    assert len(results) == 1 and x.num_failures == 1
+    assert results == ["error: no result after 0.2 seconds", "awake"] and x.num_failures == 1
 
 
-def test_after_the_time_limit_no_call_is_made():
-    """The policy has read that the second call has no result, so it must not change an environment later."""
+def test_an_environment_is_left_after_a_call_that_hangs():
+    """Its state is unknown, and the call may still change it."""
     made = []
 
-    def nap():
-        made.append("nap")
-        time.sleep(0.4)
+    class World:
+        def wait(self):
+            made.append("wait")
+            time.sleep(0.4)
 
-    call = json.dumps({"name": "nap", "arguments": {}})
-    [results] = script.call_tools([trajectory_with(dict(nap=nap), call, call)], 0.1)
-    assert results == 2 * ["error: no result after 0.1 seconds"]
-    time.sleep(0.8)
-    assert made == ["nap"]
+        def get_reward(self):
+            made.append("get_reward")
 
-
-def test_the_time_limit_is_that_of_all_trajectories():
-    """Several tools that hang are waited for once, not one after the other."""
-    rows = [trajectory_with(dict(nap=lambda: time.sleep(30)), '{"name": "nap", "arguments": {}}')] * 5
-    start = time.time()
-    assert len(list(script.call_tools(rows, 0.5))) == 5
-    assert time.time() - start < 1.5
+    world = World()
+    calls = call_of("wait"), call_of("wait")
+    x = trajectory_with(dict(wait=world.wait), *calls, environment=world)
+    [results] = script.call_tools([x], 0.1)
+    assert results[0] == "error: no result after 0.1 seconds" and results[1].startswith("error: TimeoutError")
+    assert x.ask("get_reward").result() is None
+    time.sleep(0.5)
+    assert made == ["wait"] and (x.num_failures, x.num_timeouts) == (2, 1)
 
 
 # ---- The loop over turns -----------------------------------------------------------------------------------
@@ -482,14 +566,14 @@ TOLD = (
 
 @pytest.fixture
 def play(parts, monkeypatch):
-    """play(*turns, tools, **flags) -> the trajectory of a policy that writes these turns; what it read, with
-    the random numbers that it got, before each; the random numbers of the trajectory"""
+    """play(*turns, tools, environment, **flags) -> the trajectory of a policy that writes these turns; what
+    it read, with the random numbers that it got, before each; the random numbers of the trajectory"""
     tokenizer = parts.tokenizer
 
     def echo(text):
         return text
 
-    def run(*turns, tools=None, **flags):
+    def run(*turns, tools=None, environment=None, **flags):
         args = script.replace(ARGS, num_generations=1, **flags)
         coming, read = iter(turns), []
 
@@ -501,8 +585,13 @@ def play(parts, monkeypatch):
 
         monkeypatch.setattr(script, "sample_turns", sample_turns)
         batch = script.draw_batch(parts.batch["examples"][:1], 1, args, "test")
-        inputs = None, tokenizer, parts.turn_format, lambda columns: (tools or dict(echo=echo), None)
-        [x] = script.write_trajectories(*inputs, parts.stop_ids, batch, args)
+
+        def start_tools(trajectories):
+            [x] = trajectories
+            x.worker, x.tools, x.environment = script.Worker(), tools or dict(echo=echo), environment
+            return [x.ask("reset").result()]
+
+        [x] = script.write_trajectories(None, parts.turn_format, start_tools, parts.stop_ids, batch, args)
         return x, read, batch["uniforms"][0, 0].tolist()
 
     run.length = lambda text: len(tokenizer(text).input_ids)
@@ -560,6 +649,86 @@ def test_a_call_that_another_stop_token_ends(parts, play):
     assert len(read) == x.num_turns == 1 and x.num_calls == 0 and not x.has_ended
 
 
+OPEN = CALL.removesuffix("</tool_call>")
+ENDS = {  # turns -> why the trajectory ends
+    "answer": (["The answer is 72." + END], {}),
+    "no_turn": ([CALL + END, CALL + END], dict(max_turns=2, response_length=200)),
+    "no_token": (["The answer is 72." + END], dict(response_length=3)),
+    "unfinished_call": ([OPEN + END], {}),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_why_a_trajectory_ends(play, end):
+    """One of a few reasons, of which the first two are ends of its own."""
+    turns, flags = ENDS[end]
+    x, _, _ = play(*turns, **flags)
+    assert x.end == end and x.has_ended == (end == "answer")
+
+
+def test_no_room_for_a_result_is_no_room_for_a_token(play):
+    x, _, _ = play(CALL + END, response_length=play.length(CALL + END + TOLD))
+    assert x.end == "no_token"
+
+
+class Talker:
+    """An environment that speaks first, answers turns without a call, and can end the trajectory."""
+
+    def __init__(self, first=None, replies=(), last=None):
+        self.first, self.replies, self.last, self.heard = first, list(replies), last, []
+
+    def reset(self):
+        return self.first
+
+    def reply(self, text):
+        self.heard.append(text)
+        return self.replies.pop(0) if self.replies else None
+
+    async def is_over(self):
+        return len(self.heard) == self.last
+
+
+def test_an_environment_speaks_first(parts, play):
+    """What reset returns is the end of the prompt, for the policy and for reward functions."""
+    x, read, _ = play("72" + END, environment=Talker(first=" Hello!"))
+    [message] = TASKS[0]["prompt"]
+    told = [message | {"content": message["content"] + " Hello!"}]
+    assert x.example["prompt"] == told and x.example["ids"] == script.tokenize_prompt(parts.tokenizer, told)
+    assert [text for text, _ in read] == [parts.tokenizer.decode(x.example["ids"])]
+    assert parts.batch["examples"][0]["prompt"] == [message]  # siblings and later passes read their own
+
+
+def test_an_environment_answers_a_turn_without_a_call(parts, play):
+    """As the user, whose words are read but not learned. If it has none, the turn was the answer."""
+    environment = Talker(replies=["Sure?"])
+    x, read, _ = play("71" + END, "72" + END, environment=environment)
+    told = "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+    assert read[1][0].endswith("71" + END + told)
+    assert environment.heard == ["71", "72"] and x.end == "answer" and x.num_turns == 2
+    assert [(m["role"], m["content"]) for m in x.messages] == [
+        ("assistant", "71"),
+        ("user", "Sure?"),
+        ("assistant", "72"),
+    ]
+    assert parts.tokenizer.decode([t for t, s in zip(x.tokens, x.sampled) if not s]) == told
+
+
+def test_an_environment_ends_a_trajectory(play):
+    """After a reply, or after the calls of a turn. It has ended as it should."""
+    x, read, _ = play("71" + END, "72" + END, environment=Talker(replies=["Sure?"], last=1))
+    assert x.end == "environment" and x.has_ended and len(read) == x.num_turns == 1
+    x, read, _ = play(CALL + END, "72" + END, environment=Talker(last=0))
+    assert x.end == "environment" and x.has_ended and x.num_calls == x.num_turns == 1
+    assert len(x.messages) == 1  # the result, which the policy does not read, is not there
+
+
+def test_the_environment_is_not_asked_about_a_broken_turn(play):
+    """A call that was not finished is no answer."""
+    environment = Talker(replies=["Sure?"])
+    x, _, _ = play(OPEN + END, environment=environment)
+    assert environment.heard == [] and x.end == "unfinished_call"
+
+
 def test_a_long_result_is_cut(parts, play):
     """The first --max-tool-tokens tokens, for the policy and for reward functions."""
     x, read, _ = play(CALL + END, "72" + END, tools=dict(echo=lambda text: TEXT), max_tool_tokens=5)
@@ -600,6 +769,10 @@ class Counter:
     def _hidden(self) -> str:
         """Not for the policy."""
 
+    @property
+    def broken(self):
+        raise OSError("a property was read")
+
     def get_reward(self) -> float:
         """Not for the policy either."""
         return self.count
@@ -636,35 +809,174 @@ def counter(tmp_path):
     )
 
 
+def started(args, *columns):
+    """Trajectories with tools and environments, and what these say first."""
+    start_tools, _ = script.load_tools(args)
+    trajectories = [script.Trajectory(dict(columns=own, prompt=[]), None) for own in columns]
+    return trajectories, start_tools(trajectories)
+
+
 def test_the_tools_of_an_environment(counter):
-    """Its public methods but reset and get_reward, and the functions of --tools."""
-    make_tools, schemas = script.load_tools(counter)
+    """Its public methods but its own ones, and the functions of --tools. Properties are not read."""
+    _, schemas = script.load_tools(counter)
     assert [schema["function"]["name"] for schema in schemas] == ["say", "add"]
-    tools, environment = make_tools(dict(start=4))
-    assert list(tools) == ["say", "add"]
-    assert tools["add"](2) == "6" and environment.get_reward() == 6
+    [x], firsts = started(counter, dict(start=4))
+    assert list(x.tools) == ["say", "add"] and firsts == [None]
+    assert x.tools["add"](2) == "6" and x.ask("get_reward").result() == 6
+
+
+def test_a_tool_has_the_name_of_the_flag(counter, tmp_path):
+    """The policy reads the name in the schema, and a decorator may have given the function another one."""
+    (tmp_path / "renamed.py").write_text(COUNTER + "\n\ntell = say\n")
+    args = script.replace(counter, tools=[f"{tmp_path}/renamed.py:tell"], environment=None)
+    _, [schema] = script.load_tools(args)
+    [x], _ = started(args, {})
+    assert [schema["function"]["name"]] == list(x.tools) == ["tell"]
 
 
 def test_reset_gets_a_copy_of_the_columns(counter):
     """It may change them, but siblings, later passes and rewards read the same row."""
-    make_tools, _ = script.load_tools(counter)
-    columns = dict(start=4, cards=[None, None])
-    make_tools(columns)
-    assert columns == dict(start=4, cards=[None, None])
+    columns = dict(start=4, cards=["one", "two"], method="a", function="b")  # the names are nobody's
+    _, firsts = started(counter, columns, columns)
+    assert columns["cards"] == ["one", "two"] and firsts == ["two", "two"]
 
 
-def test_what_reset_returns_is_not_dropped(counter):
-    """In TRL, it is the observation that the policy reads first. Here, it would be lost."""
-    make_tools, _ = script.load_tools(counter)
-    with pytest.raises(script.UserError, match="Counter: reset must return None"):
-        make_tools(dict(start=4, cards=["the first card"]))
+def test_an_exception_in_reset_is_one_of_the_run(counter):
+    """It is not the policy's fault. The traceback shows the line of the environment."""
+    with pytest.raises(TypeError, match="start") as caught:
+        started(counter, dict(cards=[]))
+    assert caught.traceback[-1].name in ("work", "ask")
+
+
+WORLD = '''
+import sqlite3
+import threading
+
+from talk import heard
+
+
+class World:
+    """Its connection works only in the thread that made it."""
+
+    def __init__(self):
+        self.database = sqlite3.connect(":memory:")
+        self.heard = heard
+        self.heard.append(("made", threading.get_ident()))
+
+    def hear(self, what):
+        self.database.execute("select 1")
+        self.heard.append((what, threading.get_ident()))
+
+    def reset(self, start, **columns):
+        self.start = start
+        self.hear("reset")
+
+    async def add(self, number: int) -> str:
+        """Add.
+
+        Args:
+            number: a number
+        """
+        self.hear("add")
+
+    def reply(self, text):
+        self.hear("reply")
+
+    def is_over(self):
+        self.hear("is_over")
+
+    def get_reward(self):
+        self.hear("get_reward")
+        return self.start
+
+    def close(self):
+        self.hear("close")
+'''
+
+
+def test_an_environment_lives_in_one_thread(parts, tmp_path, monkeypatch):
+    """From its constructor to close(), with two threads for three trajectories."""
+    (tmp_path / "talk.py").write_text("heard = []\n")
+    (tmp_path / "world.py").write_text(
+        WORLD.replace("    def hear(", "    def _hear(").replace("self.hear(", "self._hear(")
+    )
+    args = script.replace(
+        ARGS,
+        environment=f"{tmp_path}/world.py:World",
+        tools=None,
+        reward_fn=None,
+        tool_workers=2,
+        response_length=200,
+    )
+    call = '<tool_call>{"name": "add", "arguments": {"number": 1}}</tool_call><|im_end|>'
+    turns = iter([3 * [call], 3 * ["done<|im_end|>"]])
+
+    def sample_turns(policy, texts, uniforms, *rest):
+        tokens = [parts.tokenizer(text).input_ids for text in next(turns)]
+        return [(ids, len(ids) * [0.0]) for ids in tokens]
+
+    monkeypatch.setattr(script, "sample_turns", sample_turns)
+    start_tools, _ = script.load_tools(args)
+    example = dict(parts.batch["examples"][0], columns=dict(start=7))
+    batch = script.draw_batch([example], 3, args, "test")
+    get_scores = script.load_reward(args, SimpleNamespace(global_step=0), torch.device("cpu"))
+    from_talk = sys.modules["talk"].heard
+    from_talk.clear()  # of the object for the schemas
+    b, _ = script.sample_responses(
+        parts.policy, parts.turn_format, start_tools, parts.stop_ids, get_scores, batch, args
+    )
+    assert b["rewards/environment"].tolist() == 3 * [7.0] and b["failures"].sum() == 0
+    order = ["made", "reset", "add", "is_over", "reply", "is_over", "get_reward", "close"]
+    threads = list(dict.fromkeys(thread for _, thread in from_talk))
+    heard = sorted([what for what, thread in from_talk if thread == one] for one in threads)
+    assert threading.get_ident() not in threads
+    assert heard == sorted([order, [what for what in order for _ in range(2)]])
+
+
+def test_siblings_may_begin_with_different_texts(parts, tmp_path):
+    """Each has its own prompt then, which the sampler and the update read."""
+    (tmp_path / "cards.py").write_text(
+        "import itertools\n\nnumbers = itertools.count()\n\n\nclass Cards:\n"
+        "    def reset(self, **columns):\n        return ' one' * (next(numbers) % 3)\n"
+    )
+    args = script.replace(ARGS, environment=f"{tmp_path}/cards.py:Cards", tools=None, tool_workers=1)
+    start_tools, _ = script.load_tools(args)
+    batch = dict(parts.batch)
+    inputs = parts.policy, parts.turn_format, start_tools, parts.stop_ids, numbered_scores, batch, args
+    b, _ = script.sample_responses(*inputs)
+    C = b["ids"].shape[1] - args.response_length
+    for i, (row, mask) in enumerate(zip(b["ids"], b["mask"])):
+        text = TASKS[i // 4]["prompt"][0]["content"] + i % 3 * " one"
+        chat = [{"role": "user", "content": text}]
+        assert row[:C][mask[:C]].tolist() == script.tokenize_prompt(parts.tokenizer, chat)
+        if i % 4 == 0:  # for tables
+            assert batch["examples"][i // 4]["prompt"] == chat
+    assert batch["examples"][1] != parts.batch["examples"][1]
+    with torch.no_grad():
+        logprobs, _ = script.Policy(parts.policy)(b["ids"], b["mask"], args.response_length, args.temperature)
+    assert (logprobs - b["sampling_logprobs"])[b["sampled"]].abs().max() < 1e-4
+
+
+def test_tools_that_always_fail_are_told(parts, monkeypatch):
+    """It may not be the policy's fault. Nothing is said of calls that work, or that it wrote wrongly."""
+
+    def warned(result, is_error):
+        monkeypatch.setattr(script, "run_call", lambda x, call: (result, is_error))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            script.sample_responses(*parts.inputs, numbered_scores, parts.batch, ARGS)
+        return [str(warning.message) for warning in caught]
+
+    [line] = warned("error: OSError: no network", True)
+    assert line == "all calls of a rollout failed in their tools: ['error: OSError: no network']"
+    assert warned("error: KeyError: 'x'", False) == warned("72", False) == []
 
 
 def test_a_text_is_a_message_of_the_user(parts, tmp_path):
     """The chat template writes the tools into the prompt, and the header of the first turn."""
     rows = [dict(prompt=row["prompt"][0]["content"]) for row in TASKS]
     args = script.replace(ARGS, dataset_name=write_rows(tmp_path / "texts", train=rows, test=rows))
-    train, held_out = script.load_prompts(args, parts.tokenizer)
+    train, held_out = script.load_prompts(args, parts.tokenizer, None)
     right = [example["ids"] for example in parts.batch["examples"]]
     assert [task["ids"] for task in train] == right
     assert sorted(task["ids"] for task in held_out) == sorted(right)
@@ -682,14 +994,14 @@ def test_each_trajectory_has_its_own_environment(parts, counter, monkeypatch):
         return [(ids, len(ids) * [0.0]) for ids in tokens]
 
     monkeypatch.setattr(script, "sample_turns", sample_turns)
-    make_tools, _ = script.load_tools(counter)
+    start_tools, _ = script.load_tools(counter)
     examples = [
         dict(parts.batch["examples"][i], columns=dict(start=start)) for i, start in ((0, 10), (1, 20))
     ]
     batch = script.draw_batch(examples, 3, counter, "test")
     trainer_state = SimpleNamespace(global_step=0)
     get_scores = script.load_reward(counter, trainer_state, torch.device("cpu"))
-    inputs = None, tokenizer, parts.turn_format, make_tools, parts.stop_ids
+    inputs = None, parts.turn_format, start_tools, parts.stop_ids
     trajectories = script.write_trajectories(*inputs, batch, counter)
     scores = get_scores(trajectories)
     assert scores["environment"].tolist() == [10, 11, 12, 23, 24, 25]
@@ -724,7 +1036,7 @@ def test_an_update_is_trls(small, tmp_path, monkeypatch):
     written = spy(monkeypatch, script, "write_trajectories")
     args = small("grpo_tools", **flags)
     _, folder = script.train(args)
-    rows, metrics = written[3][1], rows_of(folder)[0]  # the first three calls are the evaluation
+    rows, metrics = written[2][1], rows_of(folder)[0]  # the first two calls are the evaluation
     assert len(rows) == P * K and not all(all(x.sampled) for x in rows)
 
     def write_again(prompts, trainer):

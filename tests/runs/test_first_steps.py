@@ -34,7 +34,8 @@ OF_ITS_DATA = {  # recipe -> its flags that say something of its own data or ran
     ("dpo_tldr", "tiny"): {"judge_fn", "eval_dataset_name"},
     ("grpo_math", "tiny"): {"hard_dataset_name", "prompt_template"},
     ("grpo_math", "countdown-qwen-1.5b"): {"reward_fn", "prompt_template", "system_prompt"},
-    ("grpo_tools", "guess"): {"environment", "reward_fn", "prompt_template", "tools"},
+    ("grpo_tools", "tiny"): {"tools", "reward_fn", "prompt_template"},
+    ("grpo_tools", "guess"): {"environment", "prompt_template"},
 }
 
 
@@ -60,6 +61,14 @@ def test_what_a_recipe_says_of_its_data_does_not_outlive_it(scripts, name, recip
     field = min(fields)
     own = script.parse_args([recipe, other, "mine", f"--{field.replace('_', '-')}", "own"])
     assert getattr(own, field) == (["own"] if field == "reward_fn" else "own")
+
+
+def test_an_environment_with_its_own_data_has_its_own_reward(scripts):
+    """The calculator and its reward function belong to other data, and None means None."""
+    own = ["--environment", "mine.py:Game", "--dataset-name", "mine"]
+    for words in (own, ["guess", *own], [*own, "--reward-fn", "None"]):
+        args = scripts["grpo_tools"].parse_args(words)
+        assert (args.environment, args.tools, args.reward_fn) == ("mine.py:Game", None, None)
 
 
 def test_a_run_folder_means_its_model(sft, ppo):

@@ -1,0 +1,153 @@
+"""play.py: what it plays, shows and writes."""
+
+import json
+
+import pytest
+from conftest import ROOT
+from rich.console import Console
+from run_tools import rows_of, write_rows
+
+import play as play_script
+import report
+
+pytest_plugins = ["run_fixtures"]
+SCRIPT = "grpo_tools"
+
+
+@pytest.fixture
+def play(script, monkeypatch, capsys):
+    """play(folder, *flags): the whole command line, in this process. -> games, what is on the screen"""
+    monkeypatch.setattr(play_script, "grpo_tools", script)
+    games = []
+    play_tasks = play_script.play
+    monkeypatch.setattr(play_script, "play", lambda args: games.append(play_tasks(args)))
+
+    def run(folder, *flags):
+        capsys.readouterr()
+        play_script.main([str(folder), *flags])
+        return games[-1], capsys.readouterr().out
+
+    return run
+
+
+@pytest.mark.parametrize("way", ["held-out", "greedy"])
+def test_it_plays_what_the_evaluation_played(script, tools, play, way):
+    """The held-out tasks in their order and, if each has one sample, with the same random numbers."""
+    _, folder, _ = tools(num_eval_prompts=8, num_eval_samples=1, learning_rate=1e-5, temperature=1.0)
+    games, screen = play(folder, "--num-tasks", "8", *(["--greedy"] if way == "greedy" else []))
+    evaluated = [row for row in rows_of(folder, "evaluation_samples.jsonl") if row["set"] == way]
+    assert [game["task"] for game in games] == [row["task"] for row in evaluated]
+    tokenizer = script.load_tokenizer(str(folder / "model"))
+    played = [tokenizer.decode(row["ids"]) for row in rows_of(folder / "play", "tokens.jsonl")]
+    assert played == [row["after"]["responses"][0] for row in evaluated]
+    for name in ("turns", "calls", "failures", "rewards/letters"):
+        assert [game[name] for game in games] == [row["after"][name][0] for row in evaluated]
+    assert sum(game["calls"] for game in games) > 0
+    assert screen.count("ended: ") == 4 + len(script.ENDS)  # four tables of turns, and the last one
+
+
+@pytest.mark.parametrize("width", [50, 200])
+def test_the_screen(script, tools, play, monkeypatch, width):
+    """The turns as they are: roles, texts with brackets, the end and the reward, in any width."""
+    _, folder, _ = tools(tools=[f"{ROOT}/data/tools.py:calculator"])
+    monkeypatch.setattr(play_script, "Console", lambda: Console(width=width))
+    say = (
+        '<tool_call>\n{"name": "calculator", "arguments": {"expression": "[b]2 * 3"}}\n</tool_call><|im_end|>'
+    )
+    turns = iter([say, "<answer>[i]6</answer><|im_end|>"])
+    tokenizer = script.load_tokenizer(str(folder / "model"))
+
+    def sample(policy, texts, uniforms, stop_ids, args):
+        ids = tokenizer(next(turns)).input_ids
+        return [(ids, [-0.5] * len(ids)) for _ in uniforms]
+
+    monkeypatch.setattr(script, "sample_turns", sample)
+    games, screen = play(folder, "--prompt", "Two times [red]three[/red]?", "--response-length", "200")
+    [game] = games
+    assert [message["role"] for message in game["messages"]] == ["user", "assistant", "tool", "assistant"]
+    assert (game["end"], game["turns"], game["calls"], game["failures"]) == ("answer", 2, 1, 1)
+    assert not [name for name in game if name.startswith("rewards/")]  # their columns are not there
+    table, _, _ = screen.partition("metric")
+    assert all(len(line) <= width for line in table.splitlines())
+    folded = "".join(line.partition("│")[2].partition("│")[2].strip(" │") for line in table.splitlines())
+    for message in game["messages"]:
+        assert message["content"].replace("\n", "").replace(" ", "") in folded.replace(" ", "")
+    assert "ended: answer" in " ".join(table.split())
+
+
+GAME = """
+class Door:
+    def reset(self, color, **columns):
+        self.is_open = False
+        return f"\\nThe door is {color}."
+
+    def guess(self, number: int) -> str:
+        \"\"\"Open the door.
+
+        Args:
+            number: any
+        \"\"\"
+        self.is_open = True
+        return "open"
+
+    def is_over(self):
+        return self.is_open
+
+    def get_reward(self):
+        return 0.25
+"""
+
+
+def test_tasks_of_a_file_with_an_environment(script, tools, play, tmp_path):
+    """The first N rows, in the order of the file. What reset() says is shown, and get_reward() counts."""
+    (tmp_path / "door.py").write_text(GAME)
+    prompt = [{"role": "user", "content": "Guess my number from 1 to 31."}]
+    rows = [{"prompt": prompt, "color": color} for color in ("red", "blue", "green")]
+    data = write_rows(tmp_path / "doors", train=rows, test=rows)
+    own = dict(tools=None, reward_fn=None, environment=f"{tmp_path}/door.py:Door", dataset_name=data)
+    _, folder, _ = tools(**own, max_turns=2)
+    write_rows(tmp_path / "mine", tasks=[{"prompt": prompt[0]["content"], "color": "white"}, *rows[1:]])
+    flags = "--num-tasks", "2", "--output-dir", str(tmp_path / "out"), "--response-length", "60"
+    games, screen = play(folder, "--tasks", f"{tmp_path}/mine/tasks.jsonl", *flags)
+    first = [game["messages"][0]["content"] for game in games]
+    assert first == [f"{prompt[0]['content']}\nThe door is {color}." for color in ("white", "blue")]
+    assert [game["rewards/environment"] for game in games] == [0.25, 0.25]
+    assert "The door is white." in screen and "rewards/environment 0.25" in " ".join(screen.split())
+    assert rows_of(tmp_path / "out", "turns.jsonl") == games
+    assert not (folder / "play").exists()
+
+
+def test_the_folder_is_a_page_of_report(tools, play):
+    """report.py shows its tokens; those of a tool are marked."""
+    _, folder, _ = tools(learning_rate=1e-5)
+    games, _ = play(folder, "--num-tasks", "5")
+    run = report.read_run(folder / "play")
+    data = report.token_data(run)
+    assert [row["prompt"] for row in data["rows"]] == [game["task"] for game in games]
+    assert "<tool_call>" in "".join("".join(row["tokens"]) for row in data["rows"])
+    marks = [mark for row in data["rows"] for mark in row["sampled"]]
+    assert True in marks and False in marks
+    report.main([str(folder / "play")])
+    assert (folder / "play/report.html").exists()
+
+
+def test_another_model_and_other_flags(script, tools, play, monkeypatch):
+    """The model of the run is the default; flags after the folder win."""
+    _, folder, _ = tools()
+    names, load_model = [], script.load_model
+    monkeypatch.setattr(script, "load_model", lambda kind, name: names.append(name) or load_model(kind, name))
+    play(folder, "--num-tasks", "1")
+    play(folder, "--num-tasks", "1", "--model-name-or-path", f"{ROOT}/checkpoints/tools-sft")
+    assert names == [f"{folder}/model", f"{ROOT}/checkpoints/tools-sft"]
+
+
+def test_a_wrong_folder(monkeypatch, capsys, tmp_path):
+    for words in ([], ["--greedy"], [str(tmp_path)]):
+        with pytest.raises(SystemExit) as end:
+            play_script.main(words)
+        assert end.value.code == 2
+        assert "python play.py RUN_FOLDER" in capsys.readouterr().err
+    (tmp_path / "args.json").write_text(json.dumps({"args": {}}))
+    with pytest.raises(SystemExit) as end:
+        play_script.main([str(tmp_path), "--max-turns", "0"])
+    assert end.value.code == 2
