@@ -56,7 +56,22 @@ METRICS = {
     "How does it use its tools?": {
         "tools/call_frequency": ("calls per trajectory", "It rises if the tools help. 0: they are avoided."),
         "tools/failure_frequency": ("calls that fail, fraction", "It falls. 0 too if there are no calls."),
+        "tools/error_frequency": (
+            "calls with an exception in the tool, fraction",
+            "Near 0 if the tool works.",
+        ),
+        "tools/timeout_frequency": ("calls that took too long, fraction", "0 if the tool works."),
         "tools/turns": ("turns per trajectory", ""),
+    },
+    "Why do trajectories end?": {
+        "completions/end_answer": ("an answer, fraction", "It rises."),
+        "completions/end_environment": ("ended by the environment, fraction", ""),
+        "completions/end_no_turn": ("no turn left, fraction", "If it rises, --max-turns may be too low."),
+        "completions/end_no_token": (
+            "no token left, fraction",
+            "If it rises, --response-length may be too low.",
+        ),
+        "completions/end_unfinished_call": ("a call that is not finished, fraction", "It falls."),
     },
     "Do rollout and update agree?": {
         "sampling/logprob_gap_mean": ("log-probability gap, mean, nats per token", "fp32: 1e-6, bf16: 0.01"),
