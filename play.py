@@ -12,6 +12,7 @@ It writes RUN_FOLDER/play (or --output-dir): turns.jsonl, and what `python repor
 
 import json
 import sys
+import warnings
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -153,6 +154,7 @@ def write_folder(args, games, trajectories, metrics):
 
 def main(argv=None):
     """Run the command line: a run folder, then flags. A UserError prints one line, exit code 2."""
+    warnings.filterwarnings("ignore", category=FutureWarning)  # libraries that use each other's old names
     for library in (transformers, datasets):
         library.logging.set_verbosity_error()
         library.utils.logging.disable_progress_bar()

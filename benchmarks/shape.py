@@ -33,7 +33,7 @@ SCRIPTS = [
     "grpo_math.py",
     "grpo_tools.py",
 ]
-OTHERS = ["check.py", "judge.py", "chat.py", "ppo_minimal.py", "report.py"]
+OTHERS = ["check.py", "judge.py", "chat.py", "play.py", "ppo_minimal.py", "report.py"]
 OTHERS += ["tests/", "benchmarks/"]  # a folder: the sum of its Python files
 COLUMNS = ["lines", "nodes", "loop starts at", "tokens per code line", "Part I ends at", "widest line"]
 ANCHORS = {  # lines, nodes, line of the loop, tokens per code line

@@ -139,6 +139,7 @@ def test_every_flag_in_the_docs_exists(scripts, name):
     known = {"a_b", "help", "nproc_per_node", "num_processes", "multi_gpu", "cpu", "config_file"}  # launchers
     known |= {"no_deps", "target", "index_url", "with"}  # pip, uv
     known |= {"output", "diagnose"}  # report.py
+    known |= {"tasks", "prompt", "num_tasks", "num_shown", "greedy"}  # play.py
     # Flags of the programs in benchmarks/.
     known |= {"peers", "other", "rounds", "batches", "show", "trl", "jobs", "seeds", "rows"}
     known |= {"algorithm", "gpus", "gpu_memory", "sharding", "reward_model", "responses_per_prompt"}
