@@ -1124,6 +1124,9 @@ def check_held_out(x):
     if len({*held_out}) < len(held_out):
         yield remark(f"the {len(held_out)} held-out rows have only {len({*held_out})} different ones: {what}")
     rows = Counter(map(repr, x.train))
+    num_seen = sum(repr(row) in rows for row in x.held_out)
+    if num_seen and key is not None:  # not only the same prompts
+        yield remark(f"{num_seen} of {len(x.held_out)} held-out rows are training rows")
     if len(rows) < len(x.train):
         yield remark(f"{len(x.train) - len(rows)} of {len(x.train)} training rows repeat another one")
 
@@ -2207,12 +2210,8 @@ def scorers(x):
     made = {}
     for flag, names in scored_names(x).items():
         if x.kind == "tools":
-            load, script.load_functions = script.load_functions, partial(load_listing, script.load_functions)
-            try:
-                get_scores = script.load_reward(x.args, state, cpu)
-            finally:
-                script.load_functions = load
-            made[flag] = partial(score_tools, x, get_scores)
+            functions = load_listing(script.load_functions, x.args.reward_fn or [])
+            made[flag] = partial(score_tools, x, (functions, state, cpu))
             continue
         made[flag] = partial(score_texts, x, (load_listing(script.load_functions, names), state, cpu))
     return made
@@ -2257,7 +2256,7 @@ def start_of(x, row):
     return prompt_of(x, row)
 
 
-def score_tools(x, get_scores, rows, responses):
+def score_tools(x, inputs, rows, responses):
     """Trajectories of one turn, without a call."""
     start_tools, _ = x.tools
     trajectories = []
@@ -2267,10 +2266,10 @@ def score_tools(x, get_scores, rows, responses):
         messages = [{"role": "assistant", "content": response, "tool_calls": []}]
         trajectories.append(x.script.Trajectory(example, None, tokens=tokens, messages=messages))
     start_tools(trajectories)
-    scores = {name: numbers.tolist() for name, numbers in get_scores(trajectories).items()}
+    scores = x.script.score_trajectories(*inputs, trajectories)
     for job in [trajectory.ask("close") for trajectory in trajectories]:
         job.result()
-    return scores
+    return {name: numbers.tolist() for name, numbers in scores.items()}
 
 
 def scored_rows(x):

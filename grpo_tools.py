@@ -102,8 +102,7 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixi
 
 @dataclass
 class Args:
-    """The defaults are the recipe gsm8k-tools-qwen-0.5b, but for batch, episodes, learning rate, system
-    prompt, tools and rewards. A command line that names no recipe and no model starts from tiny."""
+    """A command line that names no recipe and no model starts from the recipe tiny."""
 
     # Run
     recipe: tyro.conf.Suppress[str] = "custom"  # first word of the command line
@@ -272,19 +271,24 @@ def train(args):
     P = B // k  # prompts per update
     updates = math.ceil(args.total_episodes / B)
     # What the progress bar shows: label -> metric.
-    status = {"reward": "objective/scores", "calls": "tools/call_frequency"}
+    status = {
+        "reward": "objective/scores",
+        "calls": "tools/call_frequency",
+        "failed": "tools/failure_frequency",
+    }
     run = Run(args, accelerator, updates, status)
 
     tokenizer = load_tokenizer(args.model_name_or_path)
     set_template_options(tokenizer, args)
     # For functions of --reward-fn with a schedule. global_step: updates so far; in evaluations, all of them.
     trainer_state = transformers.TrainerState(max_steps=updates, global_step=updates)
-    get_scores = load_reward(args, trainer_state, device)  # (trajectories) -> dict: name of the reward -> [B]
+    reward_functions = load_functions(args.reward_fn or [])
+    # get_scores(trajectories) -> dict: name of the reward -> [B]
+    get_scores = partial(score_trajectories, reward_functions, trainer_state, device)
     # start_tools(trajectories) gives each one its tools, its environment and a thread in which they run. The
     # chat template writes the schemas into every prompt. (That of the small model does not: it knows them.)
     start_tools, schemas = load_tools(args)
     train_prompts, held_out = load_prompts(args, tokenizer, schemas)
-    num_seen = sum(task in train_prompts for task in held_out)  # those that the policy is trained on
     policy = load_policy(args, args.model_name_or_path, device)
     has_kl = args.kl_coef != 0
     ref_model = load_reference(args, policy, args.model_name_or_path, device) if has_kl else None
@@ -308,7 +312,7 @@ def train(args):
 
     # The held-out tasks and their random numbers are the same for every --seed, before and after training,
     # and in a resumed run: run.start loads a checkpoint only below.
-    # respond(batch, args) -> b (a dict of tensors), responses
+    # respond(batch, args) -> b (a dict of tensors), prompts, responses: see sample_responses
     respond = partial(sample_responses, policy, turn_format, start_tools, stop_ids, get_scores)
     with autocast:
         before = evaluate(respond, held_out, args, accelerator)
@@ -327,12 +331,11 @@ def train(args):
         numbers = stream_rows(len(train_prompts), (update - 1) * P, P, args.seed)
         prompt_batch = draw_batch([train_prompts[i] for i in numbers], k, args, update)
         with accelerator.split_between_processes(prompt_batch) as prompt_share, autocast:
-            b, responses = rollout(respond, model, ref_model, prompt_share, args)
+            b, prompts, responses = rollout(respond, model, ref_model, prompt_share, args)
         # Positions of the longest prompt. An environment may have lengthened those of one process only.
         C = accelerator.gather(torch.tensor([b["ids"].shape[1] - T], device=device)).max().item()
         b |= {name: F.pad(b[name], (C + T - b[name].shape[1], 0)) for name in ("ids", "mask")}
         b = accelerator.gather(b)  # from here, b has the rows of all processes; the texts are only our own
-        # A row that is set to False here counts in no loss, but still in the advantages of its group.
         sampled = b["sampled"]  # [B, T]
         rollout_end = time.time()
 
@@ -483,8 +486,7 @@ def train(args):
             if has_kl:
                 kl = kl_per_token(b["sampling_logprobs"][:k], b["ref_logprobs"][:k], "k1")
                 token_columns["kl"] = kl * sampled[:k]  # [k, T]
-            prompt = plain_text(prompt_share["examples"][0]["prompt"])
-            samples = {"prompt": [prompt] * k, "response": responses[:k], "score": b["scores"][:k].tolist()}
+            samples = {"prompt": prompts[:k], "response": responses[:k], "score": b["scores"][:k].tolist()}
             log_samples(run, update, rows_of(samples), b["lengths"], token_columns)
 
         # 5. Save.
@@ -495,7 +497,7 @@ def train(args):
     with autocast:
         after = evaluate(respond, held_out, args, accelerator)
     if accelerator.is_main_process:
-        report_evaluation(run, before, after, num_seen)
+        report_evaluation(run, before, after)
         save_policy(policy, tokenizer, run.folder / "model")
     run.finish()
     return model, run.folder
@@ -523,7 +525,7 @@ def evaluate_set(respond, tasks, args, accelerator):
     respond: sample_responses, with everything but the batch and the flags filled in; tasks: list of dict,
     from load_tasks. A trajectory is right if the first reward that applies to it is 1 or more.
     -> one dict per task, for the tasks of all processes:
-        task                    str, the prompt
+        task                    str, the prompt of its first trajectory
         responses               k str, with the results of the tools
         right, ended            k bool
         length                  k int, in sampled tokens
@@ -537,16 +539,16 @@ def evaluate_set(respond, tasks, args, accelerator):
     records = []
     with accelerator.split_between_processes(batch) as share:
         if share["examples"]:  # there may be more processes than tasks
-            b, responses = respond(share, args)
+            b, prompts, responses = respond(share, args)
             columns = {name: x for name, x in b.items() if name.startswith("rewards/")}
             first_score = torch.full_like(b["lengths"], math.nan, dtype=torch.float)  # [P * k]
             for score in columns.values():
                 first_score = torch.where(first_score.isnan(), score, first_score)
             columns |= {"right": first_score >= 1, "ended": b["stopped"], "length": b["sampled"].sum(1)}
             columns |= {name: b[name] for name in ("turns", "calls", "failures")}
-            for i, task in enumerate(share["examples"]):
-                group = slice(i * k, (i + 1) * k)
-                record = {"task": plain_text(task["prompt"]), "responses": responses[group]}
+            for i in range(0, len(responses), k):
+                group = slice(i, i + k)
+                record = {"task": prompts[i], "responses": responses[group]}
                 for name, x in columns.items():
                     record[name] = [None if math.isnan(value) else value for value in x[group].tolist()]
                 records.append(record)
@@ -624,9 +626,9 @@ def rollout(respond, model, ref_model, batch, args):
     respond: sample_responses, with everything but batch and args filled in; batch: from draw_batch. Returns
     - the dict of sample_responses, and scores (the weighted sum of the rewards) [P * k]; logprobs (old ones,
       if a batch has several optimizer steps), ref_logprobs (if kl_coef is not 0) [P * k, T]
-    - the responses, P * k str
+    - the prompts and the responses, P * k str each
     """
-    b, responses = respond(batch, args)
+    b, prompts, responses = respond(batch, args)
     scores_by_name = [x for name, x in b.items() if name.startswith("rewards/")]
     weights = args.reward_weights or [1.0] * len(scores_by_name)
     scores = zip(weights, scores_by_name, strict=True)
@@ -650,7 +652,7 @@ def rollout(respond, model, ref_model, batch, args):
             b["logprobs"][rows, :t], _ = model(*inputs)
         if "ref_logprobs" in b:
             b["ref_logprobs"][rows, :t] = reference_logprobs(ref_model, model.policy, *inputs)
-    return b, responses
+    return b, prompts, responses
 
 
 def sorted_groups(groups, lengths, k, reuses_prompts):
@@ -674,16 +676,17 @@ def sample_responses(policy, turn_format, start_tools, stop_ids, get_scores, bat
     - a dict of tensors, in which the trajectories of a task are neighbors: ids, mask [P * k, C + T]; sampled,
       sampling_logprobs [P * k, T]; lengths, stopped, end, turns, calls, failures, errors, timeouts,
       rewards/NAME [P * k]
+    - the prompts, with what the environments said first, P * k str
     - the texts of the trajectories, with the results of the tools, P * k str
     """
     policy.eval()
     trajectories = write_trajectories(policy, turn_format, start_tools, stop_ids, batch, args)
     scores_by_name = get_scores(trajectories)  # name -> [P * k]
-    for job in [x.ask("close") for x in trajectories]:
+    closings = [x.ask("close") for x in trajectories]
+    for job in closings:
         job.result()
 
-    B, (_, k, T) = len(trajectories), batch["uniforms"].shape
-    batch["examples"] = [x.example for x in trajectories[::k]]  # with what their environments said first
+    B, T = len(trajectories), args.response_length
     C = max(batch["ids"].shape[1], *[len(x.example["ids"]) for x in trajectories])
     ids = torch.zeros(B, C + T, dtype=torch.long)
     mask = torch.zeros(B, C + T, dtype=torch.bool)  # attention reads all tokens of a trajectory
@@ -707,15 +710,13 @@ def sample_responses(policy, turn_format, start_tools, stop_ids, get_scores, bat
     }
     for name in ("turns", "calls", "failures", "errors", "timeouts"):
         b[name] = torch.tensor([float(getattr(x, f"num_{name}")) for x in trajectories])
-    if b["calls"].any() and (b["errors"] + b["timeouts"] == b["calls"]).all():
-        results = [m["content"] for x in trajectories for m in x.messages if m["role"] == "tool"]
-        warnings.warn(f"all calls of a rollout failed in their tools: {results[:1]}", stacklevel=1)
+    prompts = [plain_text(x.example["prompt"]) for x in trajectories]
     responses = [turn_format.tokenizer.decode(x.tokens) for x in trajectories]
-    return accelerate.utils.send_to_device(b, stop_ids.device), responses
+    return accelerate.utils.send_to_device(b, stop_ids.device), prompts, responses
 
 
 # Why a trajectory ended: by an answer (a turn without a call) or by its environment; because no turn or no
-# token was left; or in a call that the policy did not finish.
+# token was left; or in a call that the policy did not finish, or ended by a stop token of another kind.
 ENDS = ("answer", "environment", "no_turn", "no_token", "unfinished_call")
 
 
@@ -778,11 +779,12 @@ def write_trajectories(policy, turn_format, start_tools, stop_ids, batch, args):
             x.example = x.example | {"prompt": prompt, "ids": turn_format.prompt_ids(prompt)}
     texts = [x.example["ids"] for x in trajectories]
     if all(text == texts[i // k * k] for i, text in enumerate(texts)):
-        texts = texts[::k]  # k writers begin with the same text
+        texts = texts[::k]  # siblings begin with the same text, which is read once
 
     writers = trajectories  # those that go on
     while writers:
-        # 1. The policy reads each text and writes the next turn, while there is room for it.
+        # 1. The policy reads each text and writes the next turn. A trajectory has one random number for each
+        #    token that it still has room for.
         uniforms = [x.uniforms[len(x.tokens) :] for x in writers]
         turns = sample_turns(policy, texts, uniforms, stop_ids, args)
         for x, (tokens, logprobs) in zip(writers, turns, strict=True):
@@ -794,15 +796,16 @@ def write_trajectories(policy, turn_format, start_tools, stop_ids, batch, args):
             can_go_on = tokens[-1] == turn_format.end
             if not is_complete:
                 x.end = "no_token"
-            elif calls and not can_go_on or not calls and turn_format.has_open_call(text):
+            elif not calls and turn_format.has_open_call(text):
                 x.end = "unfinished_call"
             elif not can_go_on:
-                x.end = "answer"
+                x.end = "unfinished_call" if calls else "answer"
 
         # 2. Tools and environments reply. Their messages are appended if they leave room for another turn of
         #    the policy. The calls of its last turn run too, because they may change the environment.
         writers = [x for x in writers if x.end is None]
-        for x, messages, is_over in zip(writers, *reply(writers, args.tool_timeout), strict=True):
+        replies, are_over = reply(writers, args.tool_timeout)
+        for x, messages, is_over in zip(writers, replies, are_over, strict=True):
             for message in messages:
                 message["content"] = turn_format.text_of_result(message["content"], args.max_tool_tokens)
             tokens = turn_format.after_turn(messages) if messages else []
@@ -842,14 +845,16 @@ def load_tools(args):
     -> start_tools(trajectories), schemas for the template
     """
     functions = load_functions(args.tools or [])
-    environment_class = type(None)  # whose object is None
+    environment_class, methods = None, []
     if args.environment is not None:
         [environment_class] = load_functions([args.environment]).values()
-    # Methods of the class: of an object, properties would be read.
-    methods = [name for name, _ in inspect.getmembers(environment_class, inspect.isroutine)]
-    methods = [name for name in methods if not name.startswith("_") and name not in OWN_METHODS]
+        # Methods of the class: of an object, properties would be read.
+        names = [name for name, _ in inspect.getmembers(environment_class, inspect.isroutine)]
+        methods = [name for name in names if not name.startswith("_") and name not in OWN_METHODS]
     workers = [Worker() for _ in range(args.tool_workers)]
-    sys.setswitchinterval(0.0005)  # seconds: a tool that computes lets other threads run, such as this one
+
+    def make_environment():
+        return environment_class() if environment_class else None
 
     def tools_of(environment):
         return functions | {name: getattr(environment, name) for name in methods}
@@ -858,7 +863,7 @@ def load_tools(args):
         """Give each trajectory a thread, an environment and tools. -> what each environment says first"""
         for i, x in enumerate(trajectories):
             x.worker = workers[i % len(workers)]
-        environments = [x.worker.submit(environment_class) for x in trajectories]
+        environments = [x.worker.submit(make_environment) for x in trajectories]
         for x, job in zip(trajectories, environments):
             x.environment = job.result()
             x.tools = tools_of(x.environment)
@@ -867,7 +872,7 @@ def load_tools(args):
         return [job.result() for job in resets]
 
     schemas = []
-    for name, tool in tools_of(environment_class()).items():
+    for name, tool in tools_of(make_environment()).items():
         schemas.append(transformers.utils.get_json_schema(tool))
         schemas[-1]["function"]["name"] = name  # the flag's, which a decorator may have hidden
     return start_tools, schemas
@@ -1059,21 +1064,23 @@ class Worker:
 def sample_turns(policy, texts, uniforms, stop_ids, args):
     """Sample the next turn of each row, until a stop token, or until it has no room left.
 
-    texts: G lists of token ids, with which G * n rows begin, n neighbors with each; uniforms: for each row, a
-    tensor with a random number for each token that it has room for
+    texts: G lists of token ids. Each is the beginning of several neighboring rows, or of one; uniforms: for
+    each row, a tensor with a random number for each token that it has room for
     -> for each row, its tokens and the log-probabilities they were sampled with, both lists
     """
-    n = len(uniforms) // len(texts)  # k in the first turn, and then 1
+    rows_per_text = len(uniforms) // len(texts)  # k in the first turn, and then 1
     # A row with less room than others samples on, with zeros. That is cut off below.
-    padded = nn.utils.rnn.pad_sequence(uniforms, batch_first=True).unflatten(0, (-1, n))  # [G, n, L]
+    padded = nn.utils.rnn.pad_sequence(uniforms, batch_first=True)  # [rows, L]
+    padded = padded.unflatten(0, (-1, rows_per_text))  # [G, rows_per_text, L]
     outputs = []
-    for part in torch.arange(len(texts)).split(max(1, args.local_rollout_forward_batch_size // n)):
+    texts_per_part = max(1, args.local_rollout_forward_batch_size // rows_per_text)
+    for part in torch.arange(len(texts)).split(texts_per_part):
         ids = [torch.tensor(texts[i]) for i in part.tolist()]
         ids = nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=-1, padding_side="left")
         ids = ids.to(stop_ids.device)  # [texts, C]
         inputs = ids.clamp(min=0), ids >= 0, padded[part].to(ids.device)
         outputs.append(generate(policy, *inputs, stop_ids, args.temperature))
-    tokens, logprobs = [torch.cat(parts) for parts in zip(*outputs)]  # [G * n, L] each
+    tokens, logprobs = [torch.cat(parts) for parts in zip(*outputs)]  # [rows, L] each
     lengths = response_lengths(tokens, stop_ids).tolist()
     turns = []
     for length, row_uniforms, ids, row_logprobs in zip(lengths, uniforms, tokens.tolist(), logprobs.tolist()):
@@ -1660,11 +1667,6 @@ class FixedSizeLayer(DynamicLayer):
 # ---- Tools and rewards -------------------------------------------------------------------------------------
 
 
-def load_reward(args, trainer_state, device):
-    """-> score_trajectories, with its first arguments filled in"""
-    return partial(score_trajectories, load_functions(args.reward_fn or []), trainer_state, device)
-
-
 def score_trajectories(functions, trainer_state, device, trajectories):
     """Call reward functions for each trajectory. -> dict: name of the function -> fp32 [B]
 
@@ -2169,9 +2171,8 @@ def rows_of(columns):
     return [dict(zip(columns, row)) for row in zip(*columns.values())]
 
 
-def report_evaluation(run, before, after, num_seen):
-    """The final tables, evaluation.json and evaluation_samples.jsonl. before, after: from evaluate; num_seen:
-    how many of the tasks are training tasks too"""
+def report_evaluation(run, before, after):
+    """The final tables, evaluation.json and evaluation_samples.jsonl. before, after: from evaluate"""
     metrics_before, metrics_after = table_metrics(before), table_metrics(after)
     names = metrics_before.keys()
     comparison = [{"metric": x, "before": metrics_before[x], "after": metrics_after[x]} for x in names]
@@ -2187,10 +2188,9 @@ def report_evaluation(run, before, after, num_seen):
     judge = run.args.reward_fn[0] if run.args.reward_fn else run.args.environment
     decoding = f"sampling, temperature {run.args.temperature}, at most {run.args.response_length} tokens"
     about = {"before": metrics_before, "after": metrics_after, "n": len(before["held-out"])}
-    about |= {"judge": judge, "decoding": decoding, "seen_in_training": num_seen}
+    about |= {"judge": judge, "decoding": decoding}
     run.table("held-out tasks, the first of the sampled responses", samples)
-    seen = f" ({num_seen} of them are training tasks, too)" if num_seen else ""
-    title = f"{about['n']} held-out tasks{seen}; right: the first reward that applies is 1 or more"
+    title = f"{about['n']} held-out tasks; right: the first reward that applies is 1 or more"
     run.table(title, comparison)
     (run.folder / "evaluation.json").write_text(json.dumps(about, indent=2))
     lines = [json.dumps(row) + "\n" for row in rows]

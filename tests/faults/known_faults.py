@@ -1319,12 +1319,12 @@ grpo_tools.sample_responses: ends of turns count as padding (trap 54)
   + mask[i, first : C + t] = ids[i, first : C + t] != 2
 grpo_tools.sample_responses: tables show tasks without what environments say
   math/test_tools.py::test_siblings_may_begin_with_different_texts
-  - [x.example for x in trajectories[::k]]
-  + list(batch["examples"])
-grpo_tools.sample_responses: mistakes of the policy are a warning about the tools
-  math/test_tools.py::test_tools_that_always_fail_are_told
-  - b["errors"] + b["timeouts"]
-  + b["failures"]
+  - plain_text(x.example["prompt"]) for x in trajectories
+  + plain_text(x["prompt"]) for x in batch["examples"] for _ in range(batch["uniforms"].shape[1])
+grpo_tools.sample_responses: tables show the prompt of the first sibling for all
+  math/test_tools.py::test_siblings_may_begin_with_different_texts
+  - plain_text(x.example["prompt"]) for x in trajectories
+  + plain_text(trajectories[i // 4 * 4].example["prompt"]) for i in range(len(trajectories))
 grpo_tools.sample_responses: a turn that stopped counts as an answer
   runs/test_grpo_tools.py::test_every_number_of_an_update
   - x.has_ended for x
@@ -1605,6 +1605,10 @@ grpo_tools.TurnFormat.ids_after_text: each result is a message to the policy by 
   data/test_chats.py::test_results_of_tools_are_those_of_the_template
   - *messages]
   + *messages[:1]]
+check.check_held_out: held-out rows with the same prompt are training rows
+  check/test_check_data.py::test_training_rows_that_are_held_out
+  - repr(row) in rows for row
+  + key_of(row) in train for row
 check.thread_faults: a signal may be set in a thread
   check/test_check_rewards.py::test_broken_environments[signal]
   - if found:
