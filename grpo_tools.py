@@ -50,7 +50,6 @@ Toolformer (Schick et al. 2023). Results, metrics, which lines to change for wha
 
 import asyncio
 import atexit
-import contextlib
 import copy
 import csv
 import ctypes
@@ -73,7 +72,6 @@ import threading
 import time
 import warnings
 from collections import defaultdict
-from concurrent import futures
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -282,9 +280,8 @@ def train(args):
     set_template_options(tokenizer, args)
     # For functions of --reward-fn with a schedule. global_step: updates so far; in evaluations, all of them.
     trainer_state = transformers.TrainerState(max_steps=updates, global_step=updates)
-    reward_functions = load_functions(args.reward_fn or [])
     # get_scores(trajectories) -> dict: name of the reward -> [B]
-    get_scores = partial(score_trajectories, reward_functions, trainer_state, device)
+    get_scores = partial(score_trajectories, load_functions(args.reward_fn or []), trainer_state, device)
     # start_tools(trajectories) gives each one its tools, its environment and a thread in which they run. The
     # chat template writes the schemas into every prompt. (That of the small model does not: it knows them.)
     start_tools, schemas = load_tools(args)
@@ -752,9 +749,9 @@ class Trajectory:
         self.logprobs += logprobs or len(tokens) * [0.0]
 
     def ask(self, method, /, *inputs, **columns):
-        """Call a method of the environment, if it has it, in its thread. -> a Future of what it returns
+        """Call a method of the environment, if it has it, in its thread. -> Job
 
-        After a call that took too long, it may be in any state, and is not asked any more.
+        After a call that took too long, it may be in any state, and is not asked any more: the job is empty.
         """
         if self.num_timeouts or not hasattr(self.environment, method):
             return self.worker.submit(lambda: None)
@@ -845,31 +842,31 @@ def load_tools(args):
     -> start_tools(trajectories), schemas for the template
     """
     functions = load_functions(args.tools or [])
-    environment_class, methods = None, []
+    make_environment, methods = lambda: None, []
     if args.environment is not None:
-        [environment_class] = load_functions([args.environment]).values()
+        [make_environment] = load_functions([args.environment]).values()  # the class
         # Methods of the class: of an object, properties would be read.
-        names = [name for name, _ in inspect.getmembers(environment_class, inspect.isroutine)]
+        names = [name for name, _ in inspect.getmembers(make_environment, inspect.isroutine)]
         methods = [name for name in names if not name.startswith("_") and name not in OWN_METHODS]
     workers = [Worker() for _ in range(args.tool_workers)]
 
-    def make_environment():
-        return environment_class() if environment_class else None
-
     def tools_of(environment):
         return functions | {name: getattr(environment, name) for name in methods}
+
+    def start(x):
+        """Make environment and tools of a trajectory, in its thread. -> what the environment says first"""
+        x.environment = make_environment()
+        x.tools = tools_of(x.environment)
+        if x.environment is not None:
+            # A copy, because siblings and rewards read the same columns.
+            return x.environment.reset(**copy.deepcopy(x.example["columns"]))
 
     def start_tools(trajectories):
         """Give each trajectory a thread, an environment and tools. -> what each environment says first"""
         for i, x in enumerate(trajectories):
             x.worker = workers[i % len(workers)]
-        environments = [x.worker.submit(make_environment) for x in trajectories]
-        for x, job in zip(trajectories, environments):
-            x.environment = job.result()
-            x.tools = tools_of(x.environment)
-        # Copies, because siblings and rewards read the same columns.
-        resets = [x.ask("reset", **copy.deepcopy(x.example["columns"])) for x in trajectories]
-        return [job.result() for job in resets]
+        jobs = [x.worker.submit(start, x) for x in trajectories]
+        return [job.result() for job in jobs]
 
     schemas = []
     for name, tool in tools_of(make_environment()).items():
@@ -972,14 +969,14 @@ def call_tools(trajectories, timeout):
     for x, jobs_of_turn in zip(trajectories, jobs):
         results.append([])
         for job in jobs_of_turn:
-            if x.worker.is_in_time(job, timeout):
+            if job.is_in_time(timeout):
                 result, is_error = job.result()
                 x.num_errors += is_error
             else:
                 result = f"error: no result after {timeout:g} seconds"
                 x.num_timeouts += 1
-                if job.cancelled():
-                    x.worker.replace_thread(job)
+                if job.is_given_up:
+                    x.worker.replace_thread()
             x.num_calls += 1
             x.num_failures += result.startswith("error: ")
             results[-1].append(result)
@@ -996,66 +993,9 @@ def run_call(x, call):
         is_error = True  # from here, an exception is one of the tool
         if x.environment is not None and x.num_timeouts:
             raise TimeoutError("an earlier call did not end in time")
-        return str(x.worker.finished(function(**call["arguments"]))), False
+        return str(finished(function(**call["arguments"]))), False
     except BaseException as error:  # of sys.exit() too
         return f"error: {type(error).__name__}: {error}", is_error
-
-
-class Worker:
-    """A thread that makes one call after the other, for the tools and environments of some trajectories.
-
-    All code of an environment runs in one thread, so that what reset() opens, such as a connection of sqlite3
-    or an asynchronous client, works in the other methods.
-    """
-
-    def __init__(self):
-        self.jobs = queue.SimpleQueue()
-        self.start_thread()
-
-    def start_thread(self):
-        threading.Thread(target=self.work, daemon=True).start()  # daemons do not keep the script from ending
-
-    def submit(self, function, /, *inputs, **columns):
-        """Call a function in the thread, after all that was submitted before. -> Future"""
-        job = futures.Future()
-        job.start_time = math.inf
-        self.jobs.put((job, partial(function, *inputs, **columns)))
-        return job
-
-    def work(self):
-        """What the thread does, until one of its jobs is given up."""
-        self.loop = asyncio.new_event_loop()
-        job = futures.Future()
-        while not job.cancelled():
-            job, function = self.jobs.get()
-            asyncio.set_event_loop(self.loop)
-            job.thread, job.start_time = threading.current_thread(), time.time()
-            with contextlib.suppress(futures.InvalidStateError):  # it was given up
-                try:
-                    result = self.finished(function())
-                    job.seconds = time.time() - job.start_time
-                    job.set_result(result)
-                except BaseException as error:
-                    job.set_exception(error)
-
-    def finished(self, result):
-        """What a function returned; if it is async, what it returns at its end."""
-        return self.loop.run_until_complete(result) if inspect.isawaitable(result) else result
-
-    def is_in_time(self, job, timeout):
-        """Wait for a job, up to timeout seconds from its own start. Cancel it if it still runs. -> bool"""
-        while not job.done() and time.time() < job.start_time + timeout:
-            futures.wait([job], min(timeout, job.start_time + timeout - time.time()))
-        # A call of C code may have let no other thread run, so that we see its end, but too late.
-        return not job.cancel() and job.seconds <= timeout
-
-    def replace_thread(self, job):
-        """Leave a job that hangs, and its thread. A new one goes on with the jobs after it."""
-        if job.thread.is_alive():
-            # Raise SystemExit in it. That ends a loop in Python, but not a call of C code.
-            thread, error = ctypes.c_ulong(job.thread.ident), ctypes.py_object(SystemExit)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, error)
-        self.start_thread()
 
 
 # ---- Sampling ----------------------------------------------------------------------------------------------
@@ -1662,6 +1602,91 @@ class FixedSizeLayer(DynamicLayer):
     def get_mask_sizes(self, query_length):
         """Called by transformers, to make the attention mask. -> number of columns, the first column"""
         return self.keys.shape[2], 0
+
+
+# ---- Threads of tools --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Job:
+    """A call of a function in the thread of a Worker."""
+
+    function: partial
+    start_time: float = math.inf  # it has not begun
+    seconds: float = math.inf
+    returned: object = None
+    error: BaseException | None = None
+    is_given_up: bool = False
+    is_done: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)  # a job is either done or given up
+
+    def result(self):
+        """Wait until it is done. -> what the function returned, or its exception, raised"""
+        self.is_done.wait()
+        if self.error is not None:
+            raise self.error
+        return self.returned
+
+    def is_in_time(self, timeout):
+        """Wait, up to timeout seconds from the start of the job. Give it up if it still runs. -> bool"""
+        while not self.is_done.is_set() and time.time() < self.start_time + timeout:
+            self.is_done.wait(min(timeout, self.start_time + timeout - time.time()))
+        with self.lock:
+            self.is_given_up = not self.is_done.is_set()
+        # A call of C code may have let no other thread run, so that we see its end, but too late.
+        return self.seconds <= timeout and not self.is_given_up
+
+
+class Worker:
+    """A thread that does one job after the other, for the tools and environments of some trajectories.
+
+    All code of an environment runs in one thread, so that what reset() opens, such as a connection of sqlite3
+    or an asynchronous client, works in the other methods.
+    """
+
+    def __init__(self):
+        self.jobs = queue.SimpleQueue()
+        self.start_thread()
+
+    def start_thread(self):
+        self.thread = threading.Thread(target=self.work, daemon=True)  # daemons end with the script
+        self.thread.start()
+
+    def submit(self, function, /, *inputs, **columns):
+        """Call a function in the thread, after all that was submitted before. -> Job"""
+        job = Job(partial(function, *inputs, **columns))
+        self.jobs.put(job)
+        return job
+
+    def work(self):
+        """What the thread does, until one of its jobs is given up."""
+        loop = asyncio.new_event_loop()
+        while True:
+            job = self.jobs.get()
+            asyncio.set_event_loop(loop)  # each time, because asyncio.run() in a tool unsets it
+            job.start_time = time.time()
+            try:
+                job.returned = finished(job.function())
+            except BaseException as error:
+                job.error = error
+            with job.lock:
+                if job.is_given_up:
+                    return
+                job.seconds = time.time() - job.start_time
+                job.is_done.set()
+
+    def replace_thread(self):
+        """Leave the thread, whose job was given up. A new one goes on with the jobs after it."""
+        if self.thread.is_alive():
+            # Raise SystemExit in it. That ends a loop in Python, but not a call of C code.
+            thread, error = ctypes.c_ulong(self.thread.ident), ctypes.py_object(SystemExit)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, error)
+        self.start_thread()
+
+
+def finished(result):
+    """What a function returned; if it is async, what it returns at its end."""
+    return asyncio.get_event_loop().run_until_complete(result) if inspect.isawaitable(result) else result
 
 
 # ---- Tools and rewards -------------------------------------------------------------------------------------

@@ -532,6 +532,16 @@ def test_a_result_that_comes_too_late_is_dropped():
     assert results == ["error: no result after 0.2 seconds", "awake"] and x.num_failures == 1
 
 
+def test_a_thread_that_was_left_ends():
+    """When its call ends. Otherwise two threads would make the calls that follow."""
+    x = trajectory_with(dict(nap=nap), call_of("nap", seconds=0.4))
+    left = x.worker.thread
+    [results] = script.call_tools([x], 0.1)
+    assert results == ["error: no result after 0.1 seconds"] and x.worker.thread is not left
+    left.join(5)
+    assert not left.is_alive() and x.worker.thread.is_alive()
+
+
 def test_an_environment_is_left_after_a_call_that_hangs():
     """Its state is unknown, and the call may still change it."""
     made = []
@@ -852,7 +862,7 @@ def test_an_exception_in_reset_is_one_of_the_run(counter):
     """It is not the policy's fault. The traceback shows the line of the environment."""
     with pytest.raises(TypeError, match="start") as caught:
         started(counter, dict(cards=[]))
-    assert caught.traceback[-1].name in ("work", "ask")
+    assert caught.traceback[-1].name == "start"  # where reset was called
 
 
 WORLD = '''
@@ -937,7 +947,8 @@ def test_an_environment_lives_in_one_thread(parts, tmp_path, monkeypatch):
     threads = list(dict.fromkeys(thread for _, thread in from_talk))
     heard = sorted([what for what, thread in from_talk if thread == one] for one in threads)
     assert threading.get_ident() not in threads
-    assert heard == sorted([order, [what for what in order for _ in range(2)]])
+    of_two = 2 * order[:2] + [what for what in order[2:] for _ in range(2)]
+    assert heard == sorted([order, of_two])
 
 
 def test_siblings_may_begin_with_different_texts(parts, tmp_path):
