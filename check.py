@@ -1124,6 +1124,9 @@ def check_held_out(x):
     if len({*held_out}) < len(held_out):
         yield remark(f"the {len(held_out)} held-out rows have only {len({*held_out})} different ones: {what}")
     rows = Counter(map(repr, x.train))
+    num_seen = sum(repr(row) in rows for row in x.held_out)
+    if num_seen and key is not None:  # not only the same prompts
+        yield remark(f"{num_seen} of {len(x.held_out)} held-out rows are training rows")
     if len(rows) < len(x.train):
         yield remark(f"{len(x.train) - len(rows)} of {len(x.train)} training rows repeat another one")
 
@@ -2207,12 +2210,8 @@ def scorers(x):
     made = {}
     for flag, names in scored_names(x).items():
         if x.kind == "tools":
-            load, script.load_functions = script.load_functions, partial(load_listing, script.load_functions)
-            try:
-                get_scores = script.load_reward(x.args, state, cpu)
-            finally:
-                script.load_functions = load
-            made[flag] = partial(score_tools, x, get_scores)
+            functions = load_listing(script.load_functions, x.args.reward_fn or [])
+            made[flag] = partial(score_tools, x, (functions, state, cpu))
             continue
         made[flag] = partial(score_texts, x, (load_listing(script.load_functions, names), state, cpu))
     return made
@@ -2257,7 +2256,7 @@ def start_of(x, row):
     return prompt_of(x, row)
 
 
-def score_tools(x, get_scores, rows, responses):
+def score_tools(x, inputs, rows, responses):
     """Trajectories of one turn, without a call."""
     start_tools, _ = x.tools
     trajectories = []
@@ -2267,10 +2266,10 @@ def score_tools(x, get_scores, rows, responses):
         messages = [{"role": "assistant", "content": response, "tool_calls": []}]
         trajectories.append(x.script.Trajectory(example, None, tokens=tokens, messages=messages))
     start_tools(trajectories)
-    scores = {name: numbers.tolist() for name, numbers in get_scores(trajectories).items()}
+    scores = x.script.score_trajectories(*inputs, trajectories)
     for job in [trajectory.ask("close") for trajectory in trajectories]:
         job.result()
-    return scores
+    return {name: numbers.tolist() for name, numbers in scores.items()}
 
 
 def scored_rows(x):
@@ -2690,20 +2689,21 @@ def check_environment(x):
     """Call the tools of --environment with made-up arguments: do all calls fail, or change other objects?"""
     if x.kind != "tools" or not x.args.environment:
         return
-    make_tools, schemas = x.tools
+    start_tools, schemas = x.tools
     rows = [row for row in x.sample(x.train) if not is_blank(prompt_of(x, row))]
     if not rows:
         return
     problems = {}
     with own_modules(), quiet():
-        _, first = make_tools(rows[0])
-        before = class_values(first)
-        _, second = make_tools(rows[-1])
+        first, second = (x.script.Trajectory({"columns": row}, None) for row in (rows[0], rows[-1]))
+        start_tools([first])
+        before = class_values(first.environment)
+        start_tools([second])
         for schema in schemas:
             function = schema["function"]
-            if hasattr(second, function["name"]):
-                problems[function["name"]] = call_made_up(second, function)
-        after = class_values(first)
+            if hasattr(second.environment, function["name"]):
+                problems[function["name"]] = call_made_up(x, second, function)
+        after = class_values(first.environment)
     for name in before:
         if after[name] != before[name]:
             yield (remark if name.startswith("_") else error)(
@@ -2729,8 +2729,10 @@ def class_values(environment):
     return found
 
 
-def call_made_up(environment, function):
-    """Call a tool three times. -> list of what went wrong, None: nothing did; empty if it takes too long"""
+def call_made_up(x, trajectory, function):
+    """Call a tool three times, in the thread of its environment. -> list of what went wrong, None: nothing did;
+    empty if it takes too long
+    """
     found = []
     parameters = function["parameters"]
     schemas = {name: parameters["properties"][name] for name in parameters.get("required", [])}
@@ -2739,15 +2741,13 @@ def call_made_up(environment, function):
         for i in range(3):
             arguments = {name: made_up(schema, i) for name, schema in schemas.items()}
             try:
-                getattr(environment, function["name"])(**arguments)
+                x.script.finished(getattr(trajectory.environment, function["name"])(**arguments))
                 found.append(None)
             except Exception as problem:
                 found.append(problem)
 
-    thread = threading.Thread(target=call, daemon=True)
-    thread.start()
-    thread.join(QUICK_SECONDS)
-    return [] if thread.is_alive() else found
+    job = trajectory.worker.submit(call)
+    return found if job.is_done.wait(QUICK_SECONDS) else []
 
 
 def made_up(schema, i):
@@ -3182,7 +3182,7 @@ def reward_tables(x):
 
 
 def show_tools(x):
-    make_tools, schemas = x.tools
+    _, schemas = x.tools
     for schema in schemas:
         function = schema["function"]
         arguments = ", ".join(function["parameters"]["properties"])

@@ -50,7 +50,6 @@ Toolformer (Schick et al. 2023). Results, metrics, which lines to change for wha
 
 import asyncio
 import atexit
-import contextlib
 import copy
 import csv
 import ctypes
@@ -73,7 +72,6 @@ import threading
 import time
 import warnings
 from collections import defaultdict
-from concurrent import futures
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -102,8 +100,7 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixi
 
 @dataclass
 class Args:
-    """The defaults are the recipe gsm8k-tools-qwen-0.5b, but for batch, episodes, learning rate, system
-    prompt, tools and rewards. A command line that names no recipe and no model starts from tiny."""
+    """A command line that names no recipe and no model starts from the recipe tiny."""
 
     # Run
     recipe: tyro.conf.Suppress[str] = "custom"  # first word of the command line
@@ -272,19 +269,23 @@ def train(args):
     P = B // k  # prompts per update
     updates = math.ceil(args.total_episodes / B)
     # What the progress bar shows: label -> metric.
-    status = {"reward": "objective/scores", "calls": "tools/call_frequency"}
+    status = {
+        "reward": "objective/scores",
+        "calls": "tools/call_frequency",
+        "failed": "tools/failure_frequency",
+    }
     run = Run(args, accelerator, updates, status)
 
     tokenizer = load_tokenizer(args.model_name_or_path)
     set_template_options(tokenizer, args)
     # For functions of --reward-fn with a schedule. global_step: updates so far; in evaluations, all of them.
     trainer_state = transformers.TrainerState(max_steps=updates, global_step=updates)
-    get_scores = load_reward(args, trainer_state, device)  # (trajectories) -> dict: name of the reward -> [B]
+    # get_scores(trajectories) -> dict: name of the reward -> [B]
+    get_scores = partial(score_trajectories, load_functions(args.reward_fn or []), trainer_state, device)
     # start_tools(trajectories) gives each one its tools, its environment and a thread in which they run. The
     # chat template writes the schemas into every prompt. (That of the small model does not: it knows them.)
     start_tools, schemas = load_tools(args)
     train_prompts, held_out = load_prompts(args, tokenizer, schemas)
-    num_seen = sum(task in train_prompts for task in held_out)  # those that the policy is trained on
     policy = load_policy(args, args.model_name_or_path, device)
     has_kl = args.kl_coef != 0
     ref_model = load_reference(args, policy, args.model_name_or_path, device) if has_kl else None
@@ -308,7 +309,7 @@ def train(args):
 
     # The held-out tasks and their random numbers are the same for every --seed, before and after training,
     # and in a resumed run: run.start loads a checkpoint only below.
-    # respond(batch, args) -> b (a dict of tensors), responses
+    # respond(batch, args) -> b (a dict of tensors), prompts, responses: see sample_responses
     respond = partial(sample_responses, policy, turn_format, start_tools, stop_ids, get_scores)
     with autocast:
         before = evaluate(respond, held_out, args, accelerator)
@@ -327,12 +328,11 @@ def train(args):
         numbers = stream_rows(len(train_prompts), (update - 1) * P, P, args.seed)
         prompt_batch = draw_batch([train_prompts[i] for i in numbers], k, args, update)
         with accelerator.split_between_processes(prompt_batch) as prompt_share, autocast:
-            b, responses = rollout(respond, model, ref_model, prompt_share, args)
+            b, prompts, responses = rollout(respond, model, ref_model, prompt_share, args)
         # Positions of the longest prompt. An environment may have lengthened those of one process only.
         C = accelerator.gather(torch.tensor([b["ids"].shape[1] - T], device=device)).max().item()
         b |= {name: F.pad(b[name], (C + T - b[name].shape[1], 0)) for name in ("ids", "mask")}
         b = accelerator.gather(b)  # from here, b has the rows of all processes; the texts are only our own
-        # A row that is set to False here counts in no loss, but still in the advantages of its group.
         sampled = b["sampled"]  # [B, T]
         rollout_end = time.time()
 
@@ -483,8 +483,7 @@ def train(args):
             if has_kl:
                 kl = kl_per_token(b["sampling_logprobs"][:k], b["ref_logprobs"][:k], "k1")
                 token_columns["kl"] = kl * sampled[:k]  # [k, T]
-            prompt = plain_text(prompt_share["examples"][0]["prompt"])
-            samples = {"prompt": [prompt] * k, "response": responses[:k], "score": b["scores"][:k].tolist()}
+            samples = {"prompt": prompts[:k], "response": responses[:k], "score": b["scores"][:k].tolist()}
             log_samples(run, update, rows_of(samples), b["lengths"], token_columns)
 
         # 5. Save.
@@ -495,7 +494,7 @@ def train(args):
     with autocast:
         after = evaluate(respond, held_out, args, accelerator)
     if accelerator.is_main_process:
-        report_evaluation(run, before, after, num_seen)
+        report_evaluation(run, before, after)
         save_policy(policy, tokenizer, run.folder / "model")
     run.finish()
     return model, run.folder
@@ -523,7 +522,7 @@ def evaluate_set(respond, tasks, args, accelerator):
     respond: sample_responses, with everything but the batch and the flags filled in; tasks: list of dict,
     from load_tasks. A trajectory is right if the first reward that applies to it is 1 or more.
     -> one dict per task, for the tasks of all processes:
-        task                    str, the prompt
+        task                    str, the prompt of its first trajectory
         responses               k str, with the results of the tools
         right, ended            k bool
         length                  k int, in sampled tokens
@@ -537,16 +536,16 @@ def evaluate_set(respond, tasks, args, accelerator):
     records = []
     with accelerator.split_between_processes(batch) as share:
         if share["examples"]:  # there may be more processes than tasks
-            b, responses = respond(share, args)
+            b, prompts, responses = respond(share, args)
             columns = {name: x for name, x in b.items() if name.startswith("rewards/")}
             first_score = torch.full_like(b["lengths"], math.nan, dtype=torch.float)  # [P * k]
             for score in columns.values():
                 first_score = torch.where(first_score.isnan(), score, first_score)
             columns |= {"right": first_score >= 1, "ended": b["stopped"], "length": b["sampled"].sum(1)}
             columns |= {name: b[name] for name in ("turns", "calls", "failures")}
-            for i, task in enumerate(share["examples"]):
-                group = slice(i * k, (i + 1) * k)
-                record = {"task": plain_text(task["prompt"]), "responses": responses[group]}
+            for i in range(0, len(responses), k):
+                group = slice(i, i + k)
+                record = {"task": prompts[i], "responses": responses[group]}
                 for name, x in columns.items():
                     record[name] = [None if math.isnan(value) else value for value in x[group].tolist()]
                 records.append(record)
@@ -624,9 +623,9 @@ def rollout(respond, model, ref_model, batch, args):
     respond: sample_responses, with everything but batch and args filled in; batch: from draw_batch. Returns
     - the dict of sample_responses, and scores (the weighted sum of the rewards) [P * k]; logprobs (old ones,
       if a batch has several optimizer steps), ref_logprobs (if kl_coef is not 0) [P * k, T]
-    - the responses, P * k str
+    - the prompts and the responses, P * k str each
     """
-    b, responses = respond(batch, args)
+    b, prompts, responses = respond(batch, args)
     scores_by_name = [x for name, x in b.items() if name.startswith("rewards/")]
     weights = args.reward_weights or [1.0] * len(scores_by_name)
     scores = zip(weights, scores_by_name, strict=True)
@@ -650,7 +649,7 @@ def rollout(respond, model, ref_model, batch, args):
             b["logprobs"][rows, :t], _ = model(*inputs)
         if "ref_logprobs" in b:
             b["ref_logprobs"][rows, :t] = reference_logprobs(ref_model, model.policy, *inputs)
-    return b, responses
+    return b, prompts, responses
 
 
 def sorted_groups(groups, lengths, k, reuses_prompts):
@@ -674,16 +673,17 @@ def sample_responses(policy, turn_format, start_tools, stop_ids, get_scores, bat
     - a dict of tensors, in which the trajectories of a task are neighbors: ids, mask [P * k, C + T]; sampled,
       sampling_logprobs [P * k, T]; lengths, stopped, end, turns, calls, failures, errors, timeouts,
       rewards/NAME [P * k]
+    - the prompts, with what the environments said first, P * k str
     - the texts of the trajectories, with the results of the tools, P * k str
     """
     policy.eval()
     trajectories = write_trajectories(policy, turn_format, start_tools, stop_ids, batch, args)
     scores_by_name = get_scores(trajectories)  # name -> [P * k]
-    for job in [x.ask("close") for x in trajectories]:
+    closings = [x.ask("close") for x in trajectories]
+    for job in closings:
         job.result()
 
-    B, (_, k, T) = len(trajectories), batch["uniforms"].shape
-    batch["examples"] = [x.example for x in trajectories[::k]]  # with what their environments said first
+    B, T = len(trajectories), args.response_length
     C = max(batch["ids"].shape[1], *[len(x.example["ids"]) for x in trajectories])
     ids = torch.zeros(B, C + T, dtype=torch.long)
     mask = torch.zeros(B, C + T, dtype=torch.bool)  # attention reads all tokens of a trajectory
@@ -707,15 +707,13 @@ def sample_responses(policy, turn_format, start_tools, stop_ids, get_scores, bat
     }
     for name in ("turns", "calls", "failures", "errors", "timeouts"):
         b[name] = torch.tensor([float(getattr(x, f"num_{name}")) for x in trajectories])
-    if b["calls"].any() and (b["errors"] + b["timeouts"] == b["calls"]).all():
-        results = [m["content"] for x in trajectories for m in x.messages if m["role"] == "tool"]
-        warnings.warn(f"all calls of a rollout failed in their tools: {results[:1]}", stacklevel=1)
+    prompts = [plain_text(x.example["prompt"]) for x in trajectories]
     responses = [turn_format.tokenizer.decode(x.tokens) for x in trajectories]
-    return accelerate.utils.send_to_device(b, stop_ids.device), responses
+    return accelerate.utils.send_to_device(b, stop_ids.device), prompts, responses
 
 
 # Why a trajectory ended: by an answer (a turn without a call) or by its environment; because no turn or no
-# token was left; or in a call that the policy did not finish.
+# token was left; or in a call that the policy did not finish, or ended by a stop token of another kind.
 ENDS = ("answer", "environment", "no_turn", "no_token", "unfinished_call")
 
 
@@ -751,9 +749,9 @@ class Trajectory:
         self.logprobs += logprobs or len(tokens) * [0.0]
 
     def ask(self, method, /, *inputs, **columns):
-        """Call a method of the environment, if it has it, in its thread. -> a Future of what it returns
+        """Call a method of the environment, if it has it, in its thread. -> Job
 
-        After a call that took too long, it may be in any state, and is not asked any more.
+        After a call that took too long, it may be in any state, and is not asked any more: the job is empty.
         """
         if self.num_timeouts or not hasattr(self.environment, method):
             return self.worker.submit(lambda: None)
@@ -778,11 +776,12 @@ def write_trajectories(policy, turn_format, start_tools, stop_ids, batch, args):
             x.example = x.example | {"prompt": prompt, "ids": turn_format.prompt_ids(prompt)}
     texts = [x.example["ids"] for x in trajectories]
     if all(text == texts[i // k * k] for i, text in enumerate(texts)):
-        texts = texts[::k]  # k writers begin with the same text
+        texts = texts[::k]  # siblings begin with the same text, which is read once
 
     writers = trajectories  # those that go on
     while writers:
-        # 1. The policy reads each text and writes the next turn, while there is room for it.
+        # 1. The policy reads each text and writes the next turn. A trajectory has one random number for each
+        #    token that it still has room for.
         uniforms = [x.uniforms[len(x.tokens) :] for x in writers]
         turns = sample_turns(policy, texts, uniforms, stop_ids, args)
         for x, (tokens, logprobs) in zip(writers, turns, strict=True):
@@ -794,15 +793,16 @@ def write_trajectories(policy, turn_format, start_tools, stop_ids, batch, args):
             can_go_on = tokens[-1] == turn_format.end
             if not is_complete:
                 x.end = "no_token"
-            elif calls and not can_go_on or not calls and turn_format.has_open_call(text):
+            elif not calls and turn_format.has_open_call(text):
                 x.end = "unfinished_call"
             elif not can_go_on:
-                x.end = "answer"
+                x.end = "unfinished_call" if calls else "answer"
 
         # 2. Tools and environments reply. Their messages are appended if they leave room for another turn of
         #    the policy. The calls of its last turn run too, because they may change the environment.
         writers = [x for x in writers if x.end is None]
-        for x, messages, is_over in zip(writers, *reply(writers, args.tool_timeout), strict=True):
+        replies, are_over = reply(writers, args.tool_timeout)
+        for x, messages, is_over in zip(writers, replies, are_over, strict=True):
             for message in messages:
                 message["content"] = turn_format.text_of_result(message["content"], args.max_tool_tokens)
             tokens = turn_format.after_turn(messages) if messages else []
@@ -842,32 +842,34 @@ def load_tools(args):
     -> start_tools(trajectories), schemas for the template
     """
     functions = load_functions(args.tools or [])
-    environment_class = type(None)  # whose object is None
+    make_environment, methods = lambda: None, []
     if args.environment is not None:
-        [environment_class] = load_functions([args.environment]).values()
-    # Methods of the class: of an object, properties would be read.
-    methods = [name for name, _ in inspect.getmembers(environment_class, inspect.isroutine)]
-    methods = [name for name in methods if not name.startswith("_") and name not in OWN_METHODS]
+        [make_environment] = load_functions([args.environment]).values()  # the class
+        # Methods of the class: of an object, properties would be read.
+        names = [name for name, _ in inspect.getmembers(make_environment, inspect.isroutine)]
+        methods = [name for name in names if not name.startswith("_") and name not in OWN_METHODS]
     workers = [Worker() for _ in range(args.tool_workers)]
-    sys.setswitchinterval(0.0005)  # seconds: a tool that computes lets other threads run, such as this one
 
     def tools_of(environment):
         return functions | {name: getattr(environment, name) for name in methods}
+
+    def start(x):
+        """Make environment and tools of a trajectory, in its thread. -> what the environment says first"""
+        x.environment = make_environment()
+        x.tools = tools_of(x.environment)
+        if x.environment is not None:
+            # A copy, because siblings and rewards read the same columns.
+            return x.environment.reset(**copy.deepcopy(x.example["columns"]))
 
     def start_tools(trajectories):
         """Give each trajectory a thread, an environment and tools. -> what each environment says first"""
         for i, x in enumerate(trajectories):
             x.worker = workers[i % len(workers)]
-        environments = [x.worker.submit(environment_class) for x in trajectories]
-        for x, job in zip(trajectories, environments):
-            x.environment = job.result()
-            x.tools = tools_of(x.environment)
-        # Copies, because siblings and rewards read the same columns.
-        resets = [x.ask("reset", **copy.deepcopy(x.example["columns"])) for x in trajectories]
-        return [job.result() for job in resets]
+        jobs = [x.worker.submit(start, x) for x in trajectories]
+        return [job.result() for job in jobs]
 
     schemas = []
-    for name, tool in tools_of(environment_class()).items():
+    for name, tool in tools_of(make_environment()).items():
         schemas.append(transformers.utils.get_json_schema(tool))
         schemas[-1]["function"]["name"] = name  # the flag's, which a decorator may have hidden
     return start_tools, schemas
@@ -967,14 +969,14 @@ def call_tools(trajectories, timeout):
     for x, jobs_of_turn in zip(trajectories, jobs):
         results.append([])
         for job in jobs_of_turn:
-            if x.worker.is_in_time(job, timeout):
+            if job.is_in_time(timeout):
                 result, is_error = job.result()
                 x.num_errors += is_error
             else:
                 result = f"error: no result after {timeout:g} seconds"
                 x.num_timeouts += 1
-                if job.cancelled():
-                    x.worker.replace_thread(job)
+                if job.is_given_up:
+                    x.worker.replace_thread()
             x.num_calls += 1
             x.num_failures += result.startswith("error: ")
             results[-1].append(result)
@@ -991,66 +993,9 @@ def run_call(x, call):
         is_error = True  # from here, an exception is one of the tool
         if x.environment is not None and x.num_timeouts:
             raise TimeoutError("an earlier call did not end in time")
-        return str(x.worker.finished(function(**call["arguments"]))), False
+        return str(finished(function(**call["arguments"]))), False
     except BaseException as error:  # of sys.exit() too
         return f"error: {type(error).__name__}: {error}", is_error
-
-
-class Worker:
-    """A thread that makes one call after the other, for the tools and environments of some trajectories.
-
-    All code of an environment runs in one thread, so that what reset() opens, such as a connection of sqlite3
-    or an asynchronous client, works in the other methods.
-    """
-
-    def __init__(self):
-        self.jobs = queue.SimpleQueue()
-        self.start_thread()
-
-    def start_thread(self):
-        threading.Thread(target=self.work, daemon=True).start()  # daemons do not keep the script from ending
-
-    def submit(self, function, /, *inputs, **columns):
-        """Call a function in the thread, after all that was submitted before. -> Future"""
-        job = futures.Future()
-        job.start_time = math.inf
-        self.jobs.put((job, partial(function, *inputs, **columns)))
-        return job
-
-    def work(self):
-        """What the thread does, until one of its jobs is given up."""
-        self.loop = asyncio.new_event_loop()
-        job = futures.Future()
-        while not job.cancelled():
-            job, function = self.jobs.get()
-            asyncio.set_event_loop(self.loop)
-            job.thread, job.start_time = threading.current_thread(), time.time()
-            with contextlib.suppress(futures.InvalidStateError):  # it was given up
-                try:
-                    result = self.finished(function())
-                    job.seconds = time.time() - job.start_time
-                    job.set_result(result)
-                except BaseException as error:
-                    job.set_exception(error)
-
-    def finished(self, result):
-        """What a function returned; if it is async, what it returns at its end."""
-        return self.loop.run_until_complete(result) if inspect.isawaitable(result) else result
-
-    def is_in_time(self, job, timeout):
-        """Wait for a job, up to timeout seconds from its own start. Cancel it if it still runs. -> bool"""
-        while not job.done() and time.time() < job.start_time + timeout:
-            futures.wait([job], min(timeout, job.start_time + timeout - time.time()))
-        # A call of C code may have let no other thread run, so that we see its end, but too late.
-        return not job.cancel() and job.seconds <= timeout
-
-    def replace_thread(self, job):
-        """Leave a job that hangs, and its thread. A new one goes on with the jobs after it."""
-        if job.thread.is_alive():
-            # Raise SystemExit in it. That ends a loop in Python, but not a call of C code.
-            thread, error = ctypes.c_ulong(job.thread.ident), ctypes.py_object(SystemExit)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, error)
-        self.start_thread()
 
 
 # ---- Sampling ----------------------------------------------------------------------------------------------
@@ -1059,21 +1004,23 @@ class Worker:
 def sample_turns(policy, texts, uniforms, stop_ids, args):
     """Sample the next turn of each row, until a stop token, or until it has no room left.
 
-    texts: G lists of token ids, with which G * n rows begin, n neighbors with each; uniforms: for each row, a
-    tensor with a random number for each token that it has room for
+    texts: G lists of token ids. Each is the beginning of several neighboring rows, or of one; uniforms: for
+    each row, a tensor with a random number for each token that it has room for
     -> for each row, its tokens and the log-probabilities they were sampled with, both lists
     """
-    n = len(uniforms) // len(texts)  # k in the first turn, and then 1
+    rows_per_text = len(uniforms) // len(texts)  # k in the first turn, and then 1
     # A row with less room than others samples on, with zeros. That is cut off below.
-    padded = nn.utils.rnn.pad_sequence(uniforms, batch_first=True).unflatten(0, (-1, n))  # [G, n, L]
+    padded = nn.utils.rnn.pad_sequence(uniforms, batch_first=True)  # [rows, L]
+    padded = padded.unflatten(0, (-1, rows_per_text))  # [G, rows_per_text, L]
     outputs = []
-    for part in torch.arange(len(texts)).split(max(1, args.local_rollout_forward_batch_size // n)):
+    texts_per_part = max(1, args.local_rollout_forward_batch_size // rows_per_text)
+    for part in torch.arange(len(texts)).split(texts_per_part):
         ids = [torch.tensor(texts[i]) for i in part.tolist()]
         ids = nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=-1, padding_side="left")
         ids = ids.to(stop_ids.device)  # [texts, C]
         inputs = ids.clamp(min=0), ids >= 0, padded[part].to(ids.device)
         outputs.append(generate(policy, *inputs, stop_ids, args.temperature))
-    tokens, logprobs = [torch.cat(parts) for parts in zip(*outputs)]  # [G * n, L] each
+    tokens, logprobs = [torch.cat(parts) for parts in zip(*outputs)]  # [rows, L] each
     lengths = response_lengths(tokens, stop_ids).tolist()
     turns = []
     for length, row_uniforms, ids, row_logprobs in zip(lengths, uniforms, tokens.tolist(), logprobs.tolist()):
@@ -1657,12 +1604,92 @@ class FixedSizeLayer(DynamicLayer):
         return self.keys.shape[2], 0
 
 
+# ---- Threads of tools --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Job:
+    """A call of a function in the thread of a Worker."""
+
+    function: partial
+    start_time: float = math.inf  # it has not begun
+    seconds: float = math.inf
+    returned: object = None
+    error: BaseException | None = None
+    is_given_up: bool = False
+    is_done: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)  # a job is either done or given up
+
+    def result(self):
+        """Wait until it is done. -> what the function returned, or its exception, raised"""
+        self.is_done.wait()
+        if self.error is not None:
+            raise self.error
+        return self.returned
+
+    def is_in_time(self, timeout):
+        """Wait, up to timeout seconds from the start of the job. Give it up if it still runs. -> bool"""
+        while not self.is_done.is_set() and time.time() < self.start_time + timeout:
+            self.is_done.wait(min(timeout, self.start_time + timeout - time.time()))
+        with self.lock:
+            self.is_given_up = not self.is_done.is_set()
+        # A call of C code may have let no other thread run, so that we see its end, but too late.
+        return self.seconds <= timeout and not self.is_given_up
+
+
+class Worker:
+    """A thread that does one job after the other, for the tools and environments of some trajectories.
+
+    All code of an environment runs in one thread, so that what reset() opens, such as a connection of sqlite3
+    or an asynchronous client, works in the other methods.
+    """
+
+    def __init__(self):
+        self.jobs = queue.SimpleQueue()
+        self.start_thread()
+
+    def start_thread(self):
+        self.thread = threading.Thread(target=self.work, daemon=True)  # daemons end with the script
+        self.thread.start()
+
+    def submit(self, function, /, *inputs, **columns):
+        """Call a function in the thread, after all that was submitted before. -> Job"""
+        job = Job(partial(function, *inputs, **columns))
+        self.jobs.put(job)
+        return job
+
+    def work(self):
+        """What the thread does, until one of its jobs is given up."""
+        loop = asyncio.new_event_loop()
+        while True:
+            job = self.jobs.get()
+            asyncio.set_event_loop(loop)  # each time, because asyncio.run() in a tool unsets it
+            job.start_time = time.time()
+            try:
+                job.returned = finished(job.function())
+            except BaseException as error:
+                job.error = error
+            with job.lock:
+                if job.is_given_up:
+                    return
+                job.seconds = time.time() - job.start_time
+                job.is_done.set()
+
+    def replace_thread(self):
+        """Leave the thread, whose job was given up. A new one goes on with the jobs after it."""
+        if self.thread.is_alive():
+            # Raise SystemExit in it. That ends a loop in Python, but not a call of C code.
+            thread, error = ctypes.c_ulong(self.thread.ident), ctypes.py_object(SystemExit)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, error)
+        self.start_thread()
+
+
+def finished(result):
+    """What a function returned; if it is async, what it returns at its end."""
+    return asyncio.get_event_loop().run_until_complete(result) if inspect.isawaitable(result) else result
+
+
 # ---- Tools and rewards -------------------------------------------------------------------------------------
-
-
-def load_reward(args, trainer_state, device):
-    """-> score_trajectories, with its first arguments filled in"""
-    return partial(score_trajectories, load_functions(args.reward_fn or []), trainer_state, device)
 
 
 def score_trajectories(functions, trainer_state, device, trajectories):
@@ -2169,9 +2196,8 @@ def rows_of(columns):
     return [dict(zip(columns, row)) for row in zip(*columns.values())]
 
 
-def report_evaluation(run, before, after, num_seen):
-    """The final tables, evaluation.json and evaluation_samples.jsonl. before, after: from evaluate; num_seen:
-    how many of the tasks are training tasks too"""
+def report_evaluation(run, before, after):
+    """The final tables, evaluation.json and evaluation_samples.jsonl. before, after: from evaluate"""
     metrics_before, metrics_after = table_metrics(before), table_metrics(after)
     names = metrics_before.keys()
     comparison = [{"metric": x, "before": metrics_before[x], "after": metrics_after[x]} for x in names]
@@ -2187,10 +2213,9 @@ def report_evaluation(run, before, after, num_seen):
     judge = run.args.reward_fn[0] if run.args.reward_fn else run.args.environment
     decoding = f"sampling, temperature {run.args.temperature}, at most {run.args.response_length} tokens"
     about = {"before": metrics_before, "after": metrics_after, "n": len(before["held-out"])}
-    about |= {"judge": judge, "decoding": decoding, "seen_in_training": num_seen}
+    about |= {"judge": judge, "decoding": decoding}
     run.table("held-out tasks, the first of the sampled responses", samples)
-    seen = f" ({num_seen} of them are training tasks, too)" if num_seen else ""
-    title = f"{about['n']} held-out tasks{seen}; right: the first reward that applies is 1 or more"
+    title = f"{about['n']} held-out tasks; right: the first reward that applies is 1 or more"
     run.table(title, comparison)
     (run.folder / "evaluation.json").write_text(json.dumps(about, indent=2))
     lines = [json.dumps(row) + "\n" for row in rows]

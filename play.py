@@ -81,12 +81,13 @@ def play(args):
     grpo_tools.check_model(policy, args.max_prompt_length + args.response_length)
     stop_ids = grpo_tools.find_stop_tokens(args, tokenizer, policy).to(device)
     turn_format = grpo_tools.TurnFormat(tokenizer, stop_ids, schemas)
-    call_rewards = grpo_tools.load_reward(args, transformers.TrainerState(), device)
+    functions = grpo_tools.load_functions(args.reward_fn or [])
+    state = transformers.TrainerState()
     trajectories = []
 
     def get_scores(played):
         trajectories.extend(played)
-        return call_rewards(played)
+        return grpo_tools.score_trajectories(functions, state, device, played)
 
     def respond(batch, args):
         setting = policy, turn_format, start_tools, stop_ids, get_scores

@@ -47,7 +47,7 @@ The algorithm is the same, line for line: no formula differs. What differs comes
 2. A mask `sampled` marks the tokens that the policy wrote. The loss, the KL, the entropy and all means over
    tokens use it instead of `valid`. Attention sees all tokens.
 3. A rollout needs tools, the chat template's format of a turn, and environments. New: Trajectory,
-   write_trajectories, sample_turns, and the section Tools, whose threads run them.
+   write_trajectories, sample_turns, the section Tools and, in Part II, the threads that run them.
 4. A reward function sees the list of messages, and the environment.
 5. Turns, calls, failed calls and why trajectories end are logged. Gone: distinct_bigrams and --hard-dataset-name.
 """,

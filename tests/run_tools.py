@@ -334,10 +334,10 @@ def with_a_gap(sample_responses, B):
     """
 
     def sample_with_a_gap(*inputs):
-        b, responses = sample_responses(*inputs)
-        if len(responses) == B:
+        b, *texts = sample_responses(*inputs)
+        if len(b["lengths"]) == B:
             b["sampling_logprobs"] -= 0.001 * torch.arange(1, b["sampling_logprobs"].shape[1] + 1)
-        return b, responses
+        return b, *texts
 
     return sample_with_a_gap
 

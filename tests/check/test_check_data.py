@@ -164,6 +164,14 @@ def test_prompts_on_both_sides(look):
     assert_remark(found, "2 of 6 held-out rows", "also in train", "test.jsonl row 5")
 
 
+def test_training_rows_that_are_held_out(look):
+    """Whole rows: an environment may say the same prompt first, whatever its secret is."""
+    rows = [dict(prompt="Guess.", completion=f"It is {i}.") for i in range(6)]
+    found = look("rloo_tldr", train_jsonl=rows[:4], test_jsonl=rows[2:])
+    assert_remark(found, "4 of 4 held-out rows", "also in train")
+    assert_remark(found, "2 of 4 held-out rows are training rows")
+
+
 def test_repeated_held_out_prompts(look):
     test = posts_of("test", 4)
     found = look("rloo_tldr", train_jsonl=posts_of("train", 9), test_jsonl=test + test[:3])

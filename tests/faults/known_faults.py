@@ -1319,12 +1319,12 @@ grpo_tools.sample_responses: ends of turns count as padding (trap 54)
   + mask[i, first : C + t] = ids[i, first : C + t] != 2
 grpo_tools.sample_responses: tables show tasks without what environments say
   math/test_tools.py::test_siblings_may_begin_with_different_texts
-  - [x.example for x in trajectories[::k]]
-  + list(batch["examples"])
-grpo_tools.sample_responses: mistakes of the policy are a warning about the tools
-  math/test_tools.py::test_tools_that_always_fail_are_told
-  - b["errors"] + b["timeouts"]
-  + b["failures"]
+  - plain_text(x.example["prompt"]) for x in trajectories
+  + plain_text(x["prompt"]) for x in batch["examples"] for _ in range(batch["uniforms"].shape[1])
+grpo_tools.sample_responses: tables show the prompt of the first sibling for all
+  math/test_tools.py::test_siblings_may_begin_with_different_texts
+  - plain_text(x.example["prompt"]) for x in trajectories
+  + plain_text(trajectories[i // 4 * 4].example["prompt"]) for i in range(len(trajectories))
 grpo_tools.sample_responses: a turn that stopped counts as an answer
   runs/test_grpo_tools.py::test_every_number_of_an_update
   - x.has_ended for x
@@ -1451,7 +1451,7 @@ grpo_tools.run_call: a tool can end the run (AttributeError)
   + except Exception
 grpo_tools.run_call: the policy reads what an async tool is
   math/test_tools.py::test_async_tools
-  - x.worker.finished(function(**call["arguments"]))
+  - finished(function(**call["arguments"]))
   + function(**call["arguments"])
 grpo_tools.run_call: wrong arguments are an error of the tool
   math/test_tools.py::test_what_the_policy_writes_wrongly_becomes_the_result
@@ -1463,15 +1463,19 @@ grpo_tools.Trajectory.ask: an environment is rewarded while a call still runs
   + if not hasattr
 grpo_tools.Worker.work: a tool does not find the event loop of its thread (trap 60)
   math/test_tools.py::test_async_tools
-  - asyncio.set_event_loop(self.loop)
+  - asyncio.set_event_loop(loop)
   + pass
-grpo_tools.Worker.is_in_time: a result that comes too late is one (trap 60)
+grpo_tools.Job.is_in_time: a result that comes too late is one (trap 60)
   math/test_tools.py::test_a_call_that_lets_no_other_thread_run
-  - job.seconds <= timeout
+  - self.seconds <= timeout
   + True
+grpo_tools.Worker.work: a thread goes on after a job that was given up
+  math/test_tools.py::test_a_thread_that_was_left_ends
+  - if job.is_given_up:
+  + if False:
 grpo_tools.Worker.replace_thread: an endless loop goes on
   math/test_tools.py::test_an_endless_loop_is_ended
-  - if job.thread.is_alive():
+  - if self.thread.is_alive():
   + if False:
 grpo_tools.TurnFormat.read_turn: only the first call of a turn is made
   math/test_tool_formats.py::test_calls_in_a_turn
@@ -1605,6 +1609,10 @@ grpo_tools.TurnFormat.ids_after_text: each result is a message to the policy by 
   data/test_chats.py::test_results_of_tools_are_those_of_the_template
   - *messages]
   + *messages[:1]]
+check.check_held_out: held-out rows with the same prompt are training rows
+  check/test_check_data.py::test_training_rows_that_are_held_out
+  - repr(row) in rows for row
+  + key_of(row) in train for row
 check.thread_faults: a signal may be set in a thread
   check/test_check_rewards.py::test_broken_environments[signal]
   - if found:
@@ -1636,16 +1644,16 @@ grpo_tools.load_tools: private methods are tools
   + if not name.startswith("__")
 grpo_tools.load_tools: the trajectories of a task share an environment
   math/test_tools.py::test_each_trajectory_has_its_own_environment
-  - x.environment = job.result()
-  + x.environment = environments[0].result()
+  - x.environment = make_environment()
+  + x.environment = start.shared = getattr(start, "shared", None) or make_environment()
 grpo_tools.load_tools: an environment is made in another thread (trap 60, ProgrammingError)
   math/test_tools.py::test_an_environment_lives_in_one_thread
-  - x.environment = job.result()
-  + x.environment = environment_class()
+  - jobs = [x.worker.submit(start, x) for x in trajectories]
+  + jobs = [Worker().submit(start, x) for x in trajectories]
 grpo_tools.load_tools: properties of an environment are read (OSError)
   math/test_tools.py::test_the_tools_of_an_environment
-  - inspect.getmembers(environment_class,
-  + inspect.getmembers(environment_class(),
+  - inspect.getmembers(make_environment,
+  + inspect.getmembers(make_environment(),
 grpo_tools.load_tools: the schema has another name than the flag
   math/test_tools.py::test_a_tool_has_the_name_of_the_flag
   - ["name"] = name
@@ -1656,8 +1664,8 @@ grpo_tools.load_tools: reset changes the columns that siblings and rewards read
   + x.example["columns"]
 grpo_tools.load_tools: what reset returns is lost
   math/test_tools.py::test_reset_gets_a_copy_of_the_columns
-  - [job.result() for job in resets]
-  + [job.result() and None for job in resets]
+  - [job.result() for job in jobs]
+  + [job.result() and None for job in jobs]
 grpo_tools.load_prompts: a prompt that is a text has no tools
   math/test_tools.py::test_a_text_is_a_message_of_the_user
   - and not is_chat(row["prompt"]):

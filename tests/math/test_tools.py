@@ -1,12 +1,13 @@
 """Trajectories of several turns: which tokens are sampled, what the gradient is, what the tools get."""
 
 import asyncio
+import copy
 import itertools
 import json
 import sys
 import threading
 import time
-import warnings
+from functools import partial
 from types import SimpleNamespace
 
 import datasets
@@ -61,7 +62,7 @@ def rolled_out(parts):
     """24 trajectories of the fine-tuned model at a high temperature, so that they differ in their turns."""
     with torch.no_grad():
         trajectories = script.write_trajectories(*parts.inputs, parts.batch, ARGS)
-    b, _ = script.sample_responses(*parts.inputs, numbered_scores, parts.batch, ARGS)
+    b, *_ = script.sample_responses(*parts.inputs, numbered_scores, parts.batch, ARGS)
     return SimpleNamespace(**vars(parts), trajectories=trajectories, b=b)
 
 
@@ -135,7 +136,7 @@ def test_earlier_messages_are_not_trained(parts, monkeypatch):
     examples.append(task(parts.tokenizer, TASKS[2]["prompt"]))
     rounds = spy(monkeypatch, script, "sample_turns")
     batch = script.draw_batch(examples, 4, ARGS, "test")
-    b, _ = script.sample_responses(*parts.inputs, numbered_scores, batch, ARGS)
+    b, *_ = script.sample_responses(*parts.inputs, numbered_scores, batch, ARGS)
     written = sorted(token for _, turns in rounds for tokens, _ in turns for token in tokens)
     learned = b["ids"][:, -ARGS.response_length :][b["sampled"]]
     assert sorted(learned.tolist()) == written
@@ -346,7 +347,7 @@ def test_the_expected_gradient_of_a_game_of_two_turns(monkeypatch):
             return {"game": torch.tensor([game_reward(*pair) for pair in zip(turns, secrets)])}
 
         inputs = policy, LetterTurns(), start_tools, torch.tensor([0]), get_scores
-        b, _ = script.sample_responses(*inputs, batch, args)
+        b, *_ = script.sample_responses(*inputs, batch, args)
         rewards = b["rewards/game"].view(2, k)
         advantages = ((rewards - rewards.mean(1, keepdim=True)) * k / (k - 1)).flatten()
         logprobs, _ = script.Policy(policy)(b["ids"], b["mask"], room, 1.0)
@@ -529,6 +530,16 @@ def test_a_result_that_comes_too_late_is_dropped():
     [results] = script.call_tools([x], 0.2)
     time.sleep(0.8)
     assert results == ["error: no result after 0.2 seconds", "awake"] and x.num_failures == 1
+
+
+def test_a_thread_that_was_left_ends():
+    """When its call ends. Otherwise two threads would make the calls that follow."""
+    x = trajectory_with(dict(nap=nap), call_of("nap", seconds=0.4))
+    left = x.worker.thread
+    [results] = script.call_tools([x], 0.1)
+    assert results == ["error: no result after 0.1 seconds"] and x.worker.thread is not left
+    left.join(5)
+    assert not left.is_alive() and x.worker.thread.is_alive()
 
 
 def test_an_environment_is_left_after_a_call_that_hangs():
@@ -816,6 +827,12 @@ def started(args, *columns):
     return trajectories, start_tools(trajectories)
 
 
+def reward_of(args):
+    """The reward as train makes it."""
+    functions = script.load_functions(args.reward_fn or [])
+    return partial(script.score_trajectories, functions, SimpleNamespace(global_step=0), torch.device("cpu"))
+
+
 def test_the_tools_of_an_environment(counter):
     """Its public methods but its own ones, and the functions of --tools. Properties are not read."""
     _, schemas = script.load_tools(counter)
@@ -845,7 +862,7 @@ def test_an_exception_in_reset_is_one_of_the_run(counter):
     """It is not the policy's fault. The traceback shows the line of the environment."""
     with pytest.raises(TypeError, match="start") as caught:
         started(counter, dict(cards=[]))
-    assert caught.traceback[-1].name in ("work", "ask")
+    assert caught.traceback[-1].name == "start"  # where reset was called
 
 
 WORLD = '''
@@ -919,10 +936,10 @@ def test_an_environment_lives_in_one_thread(parts, tmp_path, monkeypatch):
     start_tools, _ = script.load_tools(args)
     example = dict(parts.batch["examples"][0], columns=dict(start=7))
     batch = script.draw_batch([example], 3, args, "test")
-    get_scores = script.load_reward(args, SimpleNamespace(global_step=0), torch.device("cpu"))
+    get_scores = reward_of(args)
     from_talk = sys.modules["talk"].heard
     from_talk.clear()  # of the object for the schemas
-    b, _ = script.sample_responses(
+    b, *_ = script.sample_responses(
         parts.policy, parts.turn_format, start_tools, parts.stop_ids, get_scores, batch, args
     )
     assert b["rewards/environment"].tolist() == 3 * [7.0] and b["failures"].sum() == 0
@@ -930,46 +947,31 @@ def test_an_environment_lives_in_one_thread(parts, tmp_path, monkeypatch):
     threads = list(dict.fromkeys(thread for _, thread in from_talk))
     heard = sorted([what for what, thread in from_talk if thread == one] for one in threads)
     assert threading.get_ident() not in threads
-    assert heard == sorted([order, [what for what in order for _ in range(2)]])
+    of_two = 2 * order[:2] + [what for what in order[2:] for _ in range(2)]
+    assert heard == sorted([order, of_two])
 
 
 def test_siblings_may_begin_with_different_texts(parts, tmp_path):
-    """Each has its own prompt then, which the sampler and the update read."""
+    """Each has its own prompt then, which the sampler and the update read, and the samples show."""
     (tmp_path / "cards.py").write_text(
         "import itertools\n\nnumbers = itertools.count()\n\n\nclass Cards:\n"
         "    def reset(self, **columns):\n        return ' one' * (next(numbers) % 3)\n"
     )
     args = script.replace(ARGS, environment=f"{tmp_path}/cards.py:Cards", tools=None, tool_workers=1)
     start_tools, _ = script.load_tools(args)
-    batch = dict(parts.batch)
-    inputs = parts.policy, parts.turn_format, start_tools, parts.stop_ids, numbered_scores, batch, args
-    b, _ = script.sample_responses(*inputs)
+    inputs = parts.policy, parts.turn_format, start_tools, parts.stop_ids, numbered_scores, parts.batch, args
+    before = copy.deepcopy(parts.batch["examples"])
+    b, prompts, _ = script.sample_responses(*inputs)
+    assert parts.batch["examples"] == before  # the caller's
     C = b["ids"].shape[1] - args.response_length
     for i, (row, mask) in enumerate(zip(b["ids"], b["mask"])):
         text = TASKS[i // 4]["prompt"][0]["content"] + i % 3 * " one"
         chat = [{"role": "user", "content": text}]
         assert row[:C][mask[:C]].tolist() == script.tokenize_prompt(parts.tokenizer, chat)
-        if i % 4 == 0:  # for tables
-            assert batch["examples"][i // 4]["prompt"] == chat
-    assert batch["examples"][1] != parts.batch["examples"][1]
+        assert prompts[i] == script.plain_text(chat)
     with torch.no_grad():
         logprobs, _ = script.Policy(parts.policy)(b["ids"], b["mask"], args.response_length, args.temperature)
     assert (logprobs - b["sampling_logprobs"])[b["sampled"]].abs().max() < 1e-4
-
-
-def test_tools_that_always_fail_are_told(parts, monkeypatch):
-    """It may not be the policy's fault. Nothing is said of calls that work, or that it wrote wrongly."""
-
-    def warned(result, is_error):
-        monkeypatch.setattr(script, "run_call", lambda x, call: (result, is_error))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            script.sample_responses(*parts.inputs, numbered_scores, parts.batch, ARGS)
-        return [str(warning.message) for warning in caught]
-
-    [line] = warned("error: OSError: no network", True)
-    assert line == "all calls of a rollout failed in their tools: ['error: OSError: no network']"
-    assert warned("error: KeyError: 'x'", False) == warned("72", False) == []
 
 
 def test_a_text_is_a_message_of_the_user(parts, tmp_path):
@@ -999,8 +1001,7 @@ def test_each_trajectory_has_its_own_environment(parts, counter, monkeypatch):
         dict(parts.batch["examples"][i], columns=dict(start=start)) for i, start in ((0, 10), (1, 20))
     ]
     batch = script.draw_batch(examples, 3, counter, "test")
-    trainer_state = SimpleNamespace(global_step=0)
-    get_scores = script.load_reward(counter, trainer_state, torch.device("cpu"))
+    get_scores = reward_of(counter)
     inputs = None, parts.turn_format, start_tools, parts.stop_ids
     trajectories = script.write_trajectories(*inputs, batch, counter)
     scores = get_scores(trajectories)
