@@ -1,26 +1,32 @@
 """Tic-tac-toe in docs/grpo_tools.md: its commands for several seeds, and games against two opponents.
 
-python benchmarks/tic_tac_toe.py run --seeds 1 2 3    # below runs/; what is there is not run again
-python benchmarks/tic_tac_toe.py pack --seeds 1 2 3   # -> results/grpo-tools-tic-tac-toe
-python benchmarks/tic_tac_toe.py table                # the table of the page, from results/
+python benchmarks/game_results.py run --seeds 1 2 3    # below runs/; what is there is not run again
+python benchmarks/game_results.py pack --seeds 1 2 3   # -> results/grpo-tools-tic-tac-toe
+python benchmarks/game_results.py table                # the table of the page, from results/
 """
 
 import argparse
+import functools
 import json
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from statistics import fmean
 
 from archive import pack
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
+import tic_tac_toe as game  # noqa: E402
+
 RESULTS = ROOT / "results/grpo-tools-tic-tac-toe"
 OPPONENTS = {"random": "runs/game/test.jsonl", "best": "runs/game/best.jsonl"}
 MODELS = {"before": "runs/game-sft", "after": "runs/game-grpo-s{seed}/model"}
 FILES = ("args.json", "evaluation.json", "evaluation_samples.jsonl", "metrics.jsonl", "samples.jsonl")
 GAMES = 256
+OUTCOMES = ("won", "drawn", "lost", "not ended")
 
 
 def page_commands():
@@ -89,16 +95,37 @@ def pack_results(seeds):
     (RESULTS / "games.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+@functools.cache
+def exact(board, player, x, opponent):
+    """How games end for X, who moves at random on free squares, or as is best. -> shares won, drawn, lost"""
+    squares = game.free_squares(board)
+    if game.winner(board) or not squares:
+        return tuple(float(game.winner(board) == name) for name in ("X", None, "O"))
+    if player == "O" and opponent == "best":
+        values = {square: game.value(game.put(board, square, "O"), "X") for square in squares}
+        squares = [square for square in squares if values[square] == min(values.values())]
+    other = "O" if player == "X" else "X"
+    ends = [exact(game.put(board, square, player), other, x, opponent) for square in squares]
+    if player == "X" and x == "best":
+        return max(ends, key=lambda shares: shares[0] + shares[1] / 2)  # the reward
+    return tuple(fmean(shares) for shares in zip(*ends))
+
+
 def print_table():
-    """One row per opponent and outcome."""
+    """One row per opponent and outcome. The last two columns are exact: half of the games begin with O."""
     rows = [json.loads(line) for line in (RESULTS / "games.jsonl").read_text().splitlines()]
     seeds = sorted({row["seed"] for row in rows})
-    print("| of 256 games |", " | ".join(f"seed {seed}: before | after" for seed in seeds), "|")
-    print("|---|" + "---|---|" * len(seeds))
+    titles = [f"seed {seed}: before | after" for seed in seeds]
+    print("| of 256 games |", " | ".join(titles), "| random X | best X |")
+    print("|---|" + "---|---|" * (len(seeds) + 1))
     for opponent in OPPONENTS:
-        for outcome in ("won", "drawn", "lost", "not ended"):
-            cells = [row[outcome] for row in rows if row["opponent"] == opponent]
-            print(f"| {opponent} player: {outcome} |", " | ".join(f"{x:.3f}" for x in cells), "|")
+        columns = [row for row in rows if row["opponent"] == opponent]
+        for x in ("random", "best"):
+            ends = [exact("123456789", first, x, opponent) for first in "XO"]
+            columns.append(dict(zip(OUTCOMES, [*map(fmean, zip(*ends)), 0.0])))
+        for outcome in OUTCOMES:
+            cells = [f"{column[outcome]:.3f}" for column in columns]
+            print(f"| {opponent} player: {outcome} |", " | ".join(cells), "|")
 
 
 if __name__ == "__main__":
