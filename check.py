@@ -38,7 +38,6 @@ import string
 import sys
 import tempfile
 import textwrap
-import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Set
@@ -2730,8 +2729,9 @@ def class_values(environment):
 
 
 def call_made_up(x, trajectory, function):
-    """Call a tool three times, in the thread of its environment. -> list of what went wrong, None: nothing did;
-    empty if it takes too long
+    """Call a tool three times, in the thread of its environment.
+
+    -> list of what went wrong (None: nothing did); empty if it takes too long
     """
     found = []
     parameters = function["parameters"]

@@ -12,6 +12,9 @@ import torch
 from conftest import ROOT
 from run_tools import rows_of
 
+sys.path[:0] = [str(ROOT / "benchmarks")]
+from archive import read, read_rows  # noqa: E402
+
 pytest_plugins = ["run_fixtures"]
 PAGE = (ROOT / "docs/grpo_tools.md").read_text()
 HEADINGS = {"search_tool": "Your own tool", "tic_tac_toe": "Your own environment"}
@@ -77,6 +80,20 @@ def test_the_commands_of_the_page(scripts, monkeypatch, tmp_path):
     train = ["sft", "grpo_tools", "play"]
     tool = ["examples/search_tool", "examples/small_tool_model", *train, "report"]
     assert programs == [*tool, "examples/tic_tac_toe", *train, "play", "play", "report"]
+
+
+def test_the_numbers_of_the_tool():
+    """The lines of the screen, the table and the minutes are those of results/."""
+    run, page = ROOT / "results/grpo-tools-search/seed1.zip", section("search_tool")
+    metrics, evaluation = read_rows(run, "metrics.jsonl"), json.loads(read(run, "evaluation.json"))
+    lines = re.findall(r"^    update (\d+)/60  reward (\S+)  calls (\S+)  lr \S+  seconds (\S+)$", page, re.M)
+    names = ("update", "objective/scores", "tools/call_frequency", "perf/seconds")
+    assert lines == [tuple(f"{metrics[i][name]:.3g}" for name in names) for i in (0, 2, 4)]
+    rows = re.findall(r"^\| (\w.*: .*) \| (\S+) \| (\S+) \|$", page, re.M)
+    times = ("before", "after")
+    assert rows == [(name, *[f"{evaluation[time][name]:.3f}" for time in times]) for name, *_ in rows]
+    minutes = sum(row["perf/seconds"] for row in metrics) / 60
+    assert len(rows) == 3 and f"GRPO took {minutes:.0f} minutes" in page
 
 
 # ---- The examples ------------------------------------------------------------------------------------------
