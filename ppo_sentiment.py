@@ -1207,7 +1207,7 @@ def call_reward_functions(functions, trainer_state, device, rows, prompts, compl
         numbers = [math.nan if score is None else float(score) for score in scores]
         wrong = [i for i, score in enumerate(scores) if score is not None and not math.isfinite(score)]
         if wrong or len(scores) != len(rows):
-            row = f"; row {rows[wrong[0]]}: {scores[wrong[0]]}" if wrong else ""
+            row = f": {scores[wrong[0]]} for row {rows[wrong[0]]}" if wrong else ""
             raise UserError(f"function {name} must return a finite number, or None, per response{row[:300]}")
         rewards[name] = torch.tensor(numbers, device=device)
     return rewards
@@ -1560,6 +1560,8 @@ def save_trained(models, weights, folder):
     """Save only the trained weights: a hook of accelerator.save_state. (DeepSpeed saves them itself.)"""
     if weights and accelerate.PartialState().is_main_process:
         trained = trainable(accelerate.utils.extract_model_from_parallel(models[0]))
+        if not all(p.isfinite().all() for p in trained.values()):
+            raise UserError("not saved: weights are not finite (--learning-rate too high?)")
         save_file({name: p.detach() for name, p in trained.items()}, f"{folder}/trained.safetensors")
     weights.clear()  # tells accelerate that there is nothing left to save
 
