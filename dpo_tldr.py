@@ -279,13 +279,10 @@ def train(args):
         f"= {B} pairs; {updates} optimizer steps"
     )
 
-    # The policy is still the reference here, with --resume too: run.start loads a checkpoint only below. With
-    # less than an epoch, not all pairs are needed.
-    needed = stream_rows(len(train_pairs), 0, min(updates * B, len(train_pairs)), args.seed).sort().values
-    ref_logprobs = torch.zeros(len(train_pairs), 2)  # [N, 2]: chosen, rejected
+    # The policy is still the reference here, with --resume too: run.start loads a checkpoint only below.
     with autocast:
-        needed_pairs = [train_pairs[i] for i in needed.tolist()]
-        ref_logprobs[needed] = pair_logprobs(model, needed_pairs, args, accelerator)
+        # Of all pairs, so that a run that is prolonged by --num-train-epochs has the same bits.
+        ref_logprobs = pair_logprobs(model, train_pairs, args, accelerator)  # [N, 2]: chosen, rejected
         held_out_ref_logprobs = pair_logprobs(model, held_out_pairs, args, accelerator)
 
     def evaluate():

@@ -1226,14 +1226,6 @@ dpo_tldr.tokenize_pair: an answer whose template writes no end has none (trap 57
   data/test_chats.py::test_what_dpo_scores_is_what_is_learned[qwen2_5-without end]
   - else with_eos(ids, tokenizer) for ids in texts
   + else ids for ids in texts
-dpo_tldr.train: the reference reads other pairs than training
-  runs/test_dpo_tldr.py::test_the_reference_is_the_start
-  - needed_pairs = [train_pairs[i] for i in needed.tolist()]
-  + needed_pairs = train_pairs[: len(needed)]
-dpo_tldr.train: the reference reads all pairs, with a part of an epoch too
-  runs/test_dpo_tldr.py::test_the_reference_reads_the_pairs_that_are_used
-  - min(updates * B, len(train_pairs))
-  + len(train_pairs)
 dpo_tldr.tokenize_pair: what two answers begin with is part of the prompt
   runs/test_dpo_tldr.py::test_chats
   - [tokenize_prompt(tokenizer, prompt)] if prompt else []

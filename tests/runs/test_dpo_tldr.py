@@ -319,19 +319,6 @@ def test_the_responses_before_are_those_of_rloo(dpo, rloo):
         assert row["reference"] == other["reference"]
 
 
-def test_the_reference_reads_the_pairs_that_are_used(dpo, script, monkeypatch):
-    """A part of an epoch needs a part of the pairs. (Which ones: test_the_reference_is_the_start.)"""
-    calls = spy(monkeypatch, script, "pair_logprobs")
-    for name, epochs in (("part", 0.3), ("all", 2.0)):
-        calls.clear()
-        _, _, rows = dpo(name, num_train_epochs=epochs, per_device_train_batch_size=4, num_eval_pairs=3)
-        train_pairs, *held_out = [len(inputs[1]) for inputs, _ in calls]
-        assert held_out == [3, 3, 3]
-        num_all = round(4 * len(rows) / rows[-1]["epoch"])
-        assert train_pairs == min(4 * len(rows), num_all)
-        assert (train_pairs < num_all) == (name == "part")
-
-
 def test_training_rows_are_drawn_alike_for_every_seed(dpo, script, monkeypatch):
     """--num-train-rows."""
     calls = spy(monkeypatch, script, "load_pairs")
