@@ -57,8 +57,9 @@ def parse_args(folder, flags):
 def load_tasks(args, tokenizer, schemas):
     """The tasks to play: from --prompt, --tasks, or the data of the run. -> list of dict"""
     if args.prompt is None and args.tasks is None:
+        args = replace(args, num_eval_prompts=args.num_tasks)
         _, held_out = grpo_tools.load_prompts(args, tokenizer, schemas)
-        return held_out[: args.num_tasks]
+        return held_out
     rows = [{"prompt": args.prompt}]
     if args.prompt is None:
         rows = grpo_tools.read_rows(Path(args.tasks))[: args.num_tasks]

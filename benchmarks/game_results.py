@@ -125,7 +125,7 @@ def print_table():
             columns.append(dict(zip(OUTCOMES, [*map(fmean, zip(*ends)), 0.0])))
         for outcome in OUTCOMES:
             cells = [f"{column[outcome]:.3f}" for column in columns]
-            print(f"| {opponent} player: {outcome} |", " | ".join(cells), "|")
+            print(f"| X against the {opponent} player: {outcome} |", " | ".join(cells), "|")
 
 
 if __name__ == "__main__":

@@ -120,7 +120,8 @@ def test_tasks_of_a_file_with_an_environment(script, tools, play, tmp_path):
 def test_the_folder_is_a_page_of_report(tools, play):
     """report.py shows its tokens; those of a tool are marked."""
     _, folder, _ = tools(learning_rate=1e-5)
-    games, _ = play(folder, "--num-tasks", "5")
+    games, _ = play(folder, "--num-tasks", "9")
+    assert len(games) == 9  # more than the evaluation had
     run = report.read_run(folder / "play")
     data = report.token_data(run)
     assert [row["prompt"] for row in data["rows"]] == [game["task"] for game in games]

@@ -6,6 +6,7 @@ import re
 import runpy
 import shlex
 import sys
+from statistics import fmean
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from conftest import ROOT
 from run_tools import rows_of
 
 sys.path[:0] = [str(ROOT / "benchmarks")]
+import game_results  # noqa: E402
 from archive import read, read_rows  # noqa: E402
 
 pytest_plugins = ["run_fixtures"]
@@ -94,6 +96,27 @@ def test_the_numbers_of_the_tool():
     assert rows == [(name, *[f"{evaluation[time][name]:.3f}" for time in times]) for name, *_ in rows]
     minutes = sum(row["perf/seconds"] for row in metrics) / 60
     assert len(rows) == 3 and f"GRPO took {minutes:.0f} minutes" in page
+
+
+def test_the_numbers_of_the_environment(capsys):
+    """The table is that of benchmarks/game_results.py, which finds the commands of the page."""
+    assert list(game_results.page_commands()) == [
+        "runs/start",
+        "runs/game",
+        "runs/game-sft",
+        "runs/game-grpo",
+    ]
+    game_results.print_table()
+    table = capsys.readouterr().out
+    page = section("tic_tac_toe")
+    assert len(table.splitlines()) == 10 and table in page
+    runs = [read_rows(game_results.RESULTS / f"seed{seed}.zip", "metrics.jsonl") for seed in (1, 2, 3)]
+    seconds = [[row["perf/seconds"] for row in rows] for rows in runs]
+    assert f"{min(map(min, seconds)):.0f} to {max(map(max, seconds)):.0f} seconds" in page
+    first, *others = [f"{sum(x) / 60:.0f}" for x in seconds]
+    assert len(set(others)) == 1 and f"{others[0]} minutes for seeds 2 and 3, {first} for seed 1" in page
+    equal = [fmean(row["frac_reward_zero_std"] for row in rows[-10:]) for rows in runs]
+    assert f"{100 * min(equal):.0f} to {100 * max(equal):.0f} % of the groups" in page
 
 
 # ---- The examples ------------------------------------------------------------------------------------------
