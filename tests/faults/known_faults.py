@@ -435,7 +435,7 @@ ppo_sentiment.Run.on_signal: a signal makes a tensor (TypeError)
   - self.got_signal = True
   + self.accelerator.set_trigger()
 ppo_sentiment.Run.start: a run under nohup ends with its terminal (SystemExit)
-  runs/test_resume.py::test_a_terminal_that_is_closed_may_say_so_twice
+  runs/test_resume.py::test_a_signal_that_the_run_was_told_to_ignore
   - if signal.getsignal(number) != signal.SIG_IGN:
   + if True:
 check.check_label: a reward model of pairs is read as a classifier

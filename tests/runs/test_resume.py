@@ -110,7 +110,7 @@ def test_a_signal_before_training(scripts, small, monkeypatch, tmp_path, name):
 
 
 def test_a_terminal_that_is_closed_may_say_so_twice(script, small, monkeypatch):
-    """bash sends SIGHUP to its jobs; when it ends, the kernel sends it again. nohup ignores it."""
+    """bash sends SIGHUP to its jobs; when it ends, the kernel sends it again."""
     args = small(SCRIPT, total_episodes=24, save_every=0)
     stop_after(monkeypatch, script, 2, signal.SIGHUP)
     stop_after(monkeypatch, script, 2, signal.SIGHUP)
@@ -118,9 +118,14 @@ def test_a_terminal_that_is_closed_may_say_so_twice(script, small, monkeypatch):
         script.train(args)
     assert end.value.code == 143 and len(rows_of(args.output_dir)) == 2
 
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    _, folder = script.train(replace(args, output_dir=args.output_dir + "-nohup"))
-    assert len(rows_of(folder)) == 3
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_that_the_run_was_told_to_ignore(script, small, monkeypatch, number):
+    """nohup ignores SIGHUP, and a shell that is no terminal lets its background jobs ignore SIGINT."""
+    signal.signal(number, signal.SIG_IGN)
+    stop_after(monkeypatch, script, 2, number)
+    _, folder = script.train(small(SCRIPT, total_episodes=24, save_every=0))
+    assert len(rows_of(folder)) == 3 and signal.getsignal(number) is signal.SIG_IGN
 
 
 WAITS = """import signal, time
