@@ -1985,6 +1985,17 @@ def check_logits(x):
             )
 
 
+def check_cache(x):
+    """A forward without a cache of keys and values: each token would be sampled without the text before it."""
+    if x.kind in ("sft", "reward_model"):
+        return
+    if "past_key_values" not in inspect.signature(type(x.model).forward).parameters:
+        yield error(
+            f"{x.policy_name}: a {x.config.model_type} has no cache of keys and values (past_key_values), "
+            "with which responses are sampled: use another model"
+        )
+
+
 def check_quantized(x):
     """Quantized weights cannot be trained: only the few that are not quantized would be."""
     if x.flag("from_config") or getattr(x.config, "quantization_config", None) is None:
@@ -2954,8 +2965,8 @@ CHECKS = [
     *(check_dialogs, check_kept_rows, check_two_bos),
     *(check_held_out, check_amount, check_blank_values, check_unread_columns, check_learned_answers),
     *(check_end_of_answers, check_control_tokens, check_vocabulary, check_stop_tokens, check_from_config),
-    *(check_context, check_logits, check_quantized, check_lora, check_shared_layers, check_critic),
-    *(check_reward_models, check_column_names, check_rewards, check_judge_of_dpo),
+    *(check_context, check_logits, check_cache, check_quantized, check_lora, check_shared_layers),
+    *(check_critic, check_reward_models, check_column_names, check_rewards, check_judge_of_dpo),
     *(check_system_prompt, check_known_tools, check_tool_format, check_environment, check_memory),
 ]
 # What yields only remarks, so errors() leaves it out.

@@ -117,7 +117,7 @@ def game_of(record, x):
     rewards = {name: values[0] for name, values in record.items() if name.startswith("rewards/")}
     return {
         "task": record["task"],
-        "messages": [*x.example["prompt"], *x.messages],
+        "messages": [*x.example["prompt"], *x.messages, *x.unread],
         "end": x.end,
         "turns": x.num_turns,
         "calls": x.num_calls,

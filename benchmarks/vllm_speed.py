@@ -57,8 +57,9 @@ def measure(name, path, sizes, out):
     with tempfile.TemporaryDirectory() as folder:
         policy = grpo_math.load_policy(grpo_math.Args(), path, device).eval()
         record["parameters"] = sum(p.numel() for p in policy.parameters())
-        if policy.config.max_position_embeddings < 2048:
-            # The default's says 256, and vLLM refuses longer texts. The work is the same with more.
+        if policy.config.max_position_embeddings != 2048:
+            # vLLM refuses longer texts (the default's says 256), and wants room for one of this length, of which
+            # the other contestant leaves little (Qwen's says 32,768). The work is the same.
             policy.config.max_position_embeddings = 2048
             policy.save_pretrained(folder)
             transformers.AutoTokenizer.from_pretrained(grpo_math.resolve_path(path)).save_pretrained(folder)

@@ -84,6 +84,20 @@ def test_logits_that_are_not_scaled(scripts, small, folder_of):
     assert texts(findings(scripts["sft"], small("sft", model_name_or_path=folder))) == []
 
 
+@pytest.mark.parametrize("arch", ["mamba", "rwkv"])
+def test_models_without_a_cache(scripts, small, folder_of, arch):
+    """Of those that sample responses. sft.py tries out if packed rows are read as they should be."""
+    sizes = dict(hidden_size=32, num_hidden_layers=2, state_size=4, attention_hidden_size=32)
+    folder = folder_of(config_of(arch, **sizes))
+    for name in ("ppo_sentiment", "rloo_tldr", "grpo_math", "dpo_tldr"):
+        flags = dict(model_name_or_path=folder)
+        if name == "rloo_tldr":
+            flags = dict(sft_model_path=folder)
+        assert_only(findings(scripts[name], small(name, **flags)), "has no cache of keys and values")
+    found = findings(scripts["sft"], small("sft", model_name_or_path=folder))
+    assert not [text for text in texts(found) if "cache" in text]
+
+
 @pytest.mark.parametrize("name, lora_r", [("ppo_sentiment", 0), ("grpo_math", 0), ("sft", 4)])
 def test_quantized_weights(scripts, small, tiny_lm, tmp_path, name, lora_r):
     """Only the weights that are not quantized would be trained. sft.py takes none at all."""

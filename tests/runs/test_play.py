@@ -98,6 +98,31 @@ class Door:
 """
 
 
+def test_the_result_of_the_last_call_is_shown(script, tools, play, tmp_path, monkeypatch):
+    """The policy does not read it. One trajectory is ended by its environment, the other has no turn left."""
+    (tmp_path / "door.py").write_text(GAME)
+    prompt = [{"role": "user", "content": "Guess."}]
+    rows = [{"prompt": prompt, "color": color} for color in ("red", "blue")]
+    data = write_rows(tmp_path / "doors", train=rows, test=rows)
+    own = dict(tools=None, reward_fn=None, environment=f"{tmp_path}/door.py:Door", dataset_name=data)
+    _, folder, _ = tools(**own, max_turns=2)
+    tokenizer = script.load_tokenizer(str(folder / "model"))
+    numbers = iter(["", "7", "8"])  # the first call has no number, so it fails
+
+    def sample(policy, texts, uniforms, stop_ids, args):
+        ids = []
+        for _ in uniforms:
+            call = f'<tool_call>{{"name": "guess", "arguments": {{"number": {next(numbers)}}}}}</tool_call>'
+            ids.append([*tokenizer(call).input_ids, stop_ids[0].item()])
+        return [(tokens, [-0.5] * len(tokens)) for tokens in ids]
+
+    monkeypatch.setattr(script, "sample_turns", sample)
+    games, _ = play(folder, "--num-tasks", "2", "--max-turns", "1", "--response-length", "200")
+    assert [game["end"] for game in games] == ["no_turn", "environment"]
+    assert [game["messages"][-1]["content"][:5] for game in games] == ["error", "open"]
+    assert [len(game["messages"]) for game in games] == [3, 3]
+
+
 def test_tasks_of_a_file_with_an_environment(script, tools, play, tmp_path):
     """The first N rows, in the order of the file. What reset() says is shown, and get_reward() counts."""
     (tmp_path / "door.py").write_text(GAME)
