@@ -1986,7 +1986,7 @@ def check_logits(x):
 
 
 def check_cache(x):
-    """A forward without a cache of keys and values: each token would be sampled without the text before it."""
+    """A forward without a cache of keys and values: a token would be sampled without the text before it."""
     if x.kind in ("sft", "reward_model"):
         return
     if "past_key_values" not in inspect.signature(type(x.model).forward).parameters:
