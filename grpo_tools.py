@@ -837,9 +837,9 @@ def load_tools(args):
     A tool is a function, async or not, with type hints and a docstring that describes its arguments. An
     environment is a class of which each trajectory has its own object. Its public methods are tools, but for
         reset(**columns)   called first, with the columns of the task. May return a text: the prompt's end
-        reply(text)        called after a turn without a call. Returns a text, which the policy reads as a
-                           message of the user; or None: this turn was the answer
-        is_over()          called after each turn. True ends the trajectory
+        reply(text)        called after a complete turn without a call. Returns a text, which the policy reads
+                           as a message of the user; or None: this turn was the answer
+        is_over()          called after each complete turn. True ends the trajectory
         get_reward()       a reward: a number for the whole trajectory
         close()            called last, after all rewards
     -> start_tools(trajectories), schemas for the template
@@ -993,9 +993,9 @@ def run_call(x, call):
         call = json.loads(call)
         function = x.tools[call["name"]]
         inspect.signature(function).bind(**call["arguments"])
-        is_error = True  # from here, an exception is one of the tool
         if x.environment is not None and x.num_timeouts:
             raise TimeoutError("an earlier call did not end in time")
+        is_error = True  # from here, an exception is one of the tool
         return str(finished(function(**call["arguments"]))), False
     except BaseException as error:  # of sys.exit() too
         return f"error: {type(error).__name__}: {error}", is_error

@@ -221,7 +221,7 @@ def learning_rate(args, update, updates):
 
 
 def train(args):
-    """The whole run, from the flags to the final table. -> (model, run folder)"""
+    """The whole run, from the flags to the final table. -> (classifier, run folder)"""
     accelerator = start_accelerator(args)
     device, world = accelerator.device, accelerator.num_processes
     n = args.per_device_train_batch_size
