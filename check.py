@@ -27,12 +27,14 @@ import importlib
 import importlib.util
 import inspect
 import io
+import itertools
 import json
 import logging
 import math
 import os
 import random
 import re
+import reprlib
 import statistics
 import string
 import sys
@@ -1305,6 +1307,32 @@ def check_roles(x):
             yield remark(f"{text}: only what the assistant writes is learned")
 
 
+def check_written_messages(x):
+    """Messages that the chat template leaves out: a system prompt that the model never sees, for example."""
+    chats = {}
+    for row, column, chat in chats_of(x):
+        if column == "prompt" or not is_messages(row.get("prompt")):  # otherwise, it is only the end of one
+            roles = tuple(str(message.get("role")) for message in chat)
+            chats.setdefault(roles, (f"{x.place(row)}, column {column}: ", row, chat))
+    if x.flag("system_prompt"):
+        for roles, prompt in prompts_by_roles(x).items():
+            chats.setdefault(roles, ("", {}, prompt))
+    left_out = {}
+    for roles, (place, row, chat) in [*chats.items()][:20]:
+        for role in [role for role in dict.fromkeys(roles) if role not in ("assistant", *left_out)]:
+            for i in (roles.index(role), len(roles) - 1 - roles[::-1].index(role)):  # the first, the last
+                others = [dict(message) for message in chat]
+                others[i]["content"] = MARKER
+                text = rendered(x, row, others)
+                if text is not None and MARKER not in text and not is_blank(chat[i].get("content")):
+                    left_out[role] = place
+    for role, place in left_out.items():
+        yield error(f"{place}the chat template leaves out the message of the role {role}: nobody reads it")
+
+
+MARKER = "c47b1e0f"  # in place of a message, to see whether the template writes it
+
+
 def check_chat_columns(x):
     """Columns that a chat template would need, and that the script does not give it."""
     reported = set()
@@ -1405,6 +1433,10 @@ def check_template_options(x):
         yield error(f"--chat-template-kwargs is not JSON ({problem}): {x.args.chat_template_kwargs}")
         return
     tokenizer = x.tokenizer_of(x.tokenizer_name)
+    if isinstance(tokenizer.chat_template, dict):
+        names = listed(tokenizer.chat_template)
+        yield error(f"--chat-template-kwargs: the tokenizer has several chat templates ({names}): keep one")
+        return
     passed = {"messages", "tools", "documents", "add_generation_prompt", *tokenizer.special_tokens_map}
     template = str(tokenizer.chat_template or "")
     for name in options:
@@ -2266,14 +2298,15 @@ def start_of(x, row):
     return prompt_of(x, row)
 
 
-def score_tools(x, inputs, rows, responses):
-    """Trajectories of one turn, without a call."""
+def score_tools(x, inputs, rows, responses, earlier=None):
+    """Trajectories of one turn, without a call. earlier: for each, the messages before this turn"""
     start_tools, _ = x.tools
     trajectories = []
-    for row, response in zip(rows, responses):
+    for row, response, before in zip(rows, responses, earlier or [[]] * len(rows)):
         example = dict(prompt=prompt_of(x, row), columns=row, ids=[])
-        tokens = x.tokenizer(response, add_special_tokens=False).input_ids
-        messages = [{"role": "assistant", "content": response, "tool_calls": []}]
+        messages = [*before, {"role": "assistant", "content": response, "tool_calls": []}]
+        text = "".join(message["content"] for message in messages)
+        tokens = x.tokenizer(text, add_special_tokens=False).input_ids
         trajectories.append(x.script.Trajectory(example, None, tokens=tokens, messages=messages))
     start_tools(trajectories)
     scores = x.script.score_trajectories(*inputs, trajectories)
@@ -2319,10 +2352,46 @@ def check_scores(x, flag, score, rows):
         where = x.place(row) if row is not None else "a batch of rows, though none of them alone"
         if row is None or is_kept(x, row):
             yield error(f"{flag_name(flag)} {names} cannot score {where}: {problem}")
-    elif not x.is_quick and rows:
+        return
+    if x.kind == "tools" and flag == "reward_fn" and rows:
+        yield from check_last_turn(x, score, rows, min(8, int(QUICK_SECONDS / 16 / seconds)))
+    if not x.is_quick and rows:
         most = min(64, max(4, int(MOST_SECONDS / 16 / seconds)))  # of the rows, for further calls
         yield from check_references(x, flag, score, rows, most)
         yield from check_order(x, flag, score, rows[:most])
+
+
+def check_last_turn(x, score, rows, most):
+    """A reward that an answer without a call earns, and the same answer after a call does not: it may read
+    completion[0], which is then the call.
+    """
+    rows = [row for row in rows if reference_of(row) is not None][:most]
+    if not rows or not x.tools[1]:
+        return
+    function = x.tools[1][0]["function"]
+    text = json.dumps({"name": function["name"], "arguments": made_up_arguments(function, 0)})
+    call = {"role": "assistant", "content": f"<tool_call>\n{text}\n</tool_call>", "tool_calls": [text]}
+    found = {}
+    for form in REFERENCE_FORMS:
+        answers = [form.format(reference_of(row)) for row in rows]
+        results = [["nothing found"] * len(rows), answers]  # a reward may search all messages, or the result
+        pairs = [[score(rows, texts) for texts in (answers, [""] * len(rows))]]
+        for result in results:
+            earlier = [[call, {"role": "tool", "content": content}] for content in result]
+            pairs.append([score(rows, texts, earlier) for texts in (answers, [""] * len(rows))])
+        for name in pairs[0][0]:
+            alone, *after_call = [list(zip(answer[name], empty[name])) for answer, empty in pairs]
+            better = [i for i, (answer, empty) in enumerate(alone) if answer > empty]
+            after_call = [same_numbers(*zip(*numbers)) for numbers in after_call]
+            found.setdefault(name, []).append((len(better), all(after_call)))
+    for name, seen in found.items():
+        counts = [count for count, is_same in seen if count]
+        if counts and all(is_same for count, is_same in seen if count):
+            yield error(
+                f"--reward-fn: {name} ignores the last message: the right answer earns more than an empty "
+                f"one in {max(counts)} of {len(rows)} rows, but after a call of a tool, both earn the same. "
+                "completion[0] is then the call, and the answer is completion[-1]"
+            )
 
 
 def is_kept(x, row):
@@ -2549,7 +2618,7 @@ def check_tools(x):
     with own_modules():
         functions = x.script.load_functions(list(dict.fromkeys(names)))
         for name, function in functions.items():
-            yield from thread_faults(f"tool {name}", function)
+            yield from thread_faults(x, f"tool {name}", function)
         if x.args.environment:
             yield from environment_faults(x)
             methods = methods_of(x)
@@ -2580,7 +2649,7 @@ def environment_faults(x):
     """Methods that the script would call otherwise, or never; tools and data of a recipe beside it."""
     found = environment_class(x)
     for name, function in inspect.getmembers(found, inspect.isfunction):
-        yield from thread_faults(f"{found.__name__}.{name}", function)
+        yield from thread_faults(x, f"{found.__name__}.{name}", function)
     if not hasattr(found, "reset"):
         yield error(f"{x.args.environment} has no method reset, which gets the columns of the task")
     for name, inputs in (("reply", ["text"]), ("is_over", []), ("get_reward", []), ("close", [])):
@@ -2600,18 +2669,56 @@ def environment_faults(x):
         )
 
 
-def thread_faults(name, function):
-    """Signals arrive in the main thread only, but tools and environments run in others."""
-    try:
-        source = inspect.getsource(function)
-    except (OSError, TypeError):  # it is not written in Python
-        return
-    found = re.search(r"\bsignal\.(alarm|setitimer|signal)\(", source)
-    if found:
-        yield error(
-            f"{name} calls {found[0]}), which works only in the main thread, but tools have threads of their "
-            "own: use --tool-timeout, or a process as in examples/python_tool.py"
-        )
+SIGNALS = ("signal.alarm", "signal.setitimer", "signal.signal")
+OF_THE_PROCESS = ("os.chdir", "contextlib.chdir", "contextlib.redirect_stdout", "contextlib.redirect_stderr")
+
+
+def thread_faults(x, name, function):
+    """Signals arrive in the main thread only, and some settings hold for all threads, but tools and
+    environments run in several.
+    """
+    for call in calls_of(function):
+        if call in SIGNALS:
+            yield error(
+                f"{name} calls {call}(), which works only in the main thread, but tools have threads of "
+                "their own: use --tool-timeout, or a process as in examples/python_tool.py"
+            )
+            return
+        if call in OF_THE_PROCESS and x.args.tool_workers > 1:
+            yield error(
+                f"{name} calls {call}(), which holds for all threads, so calls that run at once would "
+                "disturb each other: use a process as in examples/python_tool.py, or --tool-workers 1"
+            )
+            return
+
+
+def calls_of(function):
+    """The names of what a function calls, also in the functions of its file that it calls. -> list
+
+    A function that is only named is not looked at: it may run in a process of its own.
+    """
+    known = {}
+    for name in SIGNALS + OF_THE_PROCESS:
+        module, _, attribute = name.partition(".")
+        known[getattr(importlib.import_module(module), attribute)] = name
+    found, functions = [], [inspect.unwrap(function)]
+    for one in functions:  # grows
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(one)))
+        except (OSError, TypeError, SyntaxError):  # it is not written in Python
+            continue
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Call):
+                continue
+            name = ast.unparse(node.func)
+            called = one.__globals__.get(name.partition(".")[0])
+            for attribute in name.split(".")[1:]:
+                called = getattr(called, attribute, None)
+            is_plain = inspect.isfunction(called) or inspect.isbuiltin(called) or inspect.isclass(called)
+            found.append(known.get(called, name) if is_plain else name)
+            if inspect.isfunction(called) and called.__module__ == one.__module__:
+                functions += [called] * (called not in functions)
+    return found
 
 
 def check_tool(name, function):
@@ -2655,6 +2762,15 @@ def check_known_tools(x):
     template = str(x.tokenizer.chat_template or "")
     user = {"role": "user", "content": "x"}
     prompt = x.script.render_chat(x.tokenizer, [user], is_prompt=True, schemas=schemas)
+    for roles, messages in prompts_by_roles(x).items():
+        text = x.script.render_chat(x.tokenizer, messages, is_prompt=True, schemas=schemas)
+        lost = [name for name in names if name in prompt and name not in text]
+        if lost:
+            yield error(
+                f"the chat template shows the tools ({listed(lost)}) to a user alone, but not in a prompt "
+                f"with the roles {listed(roles)}"
+            )
+            return
     prompts = [str(prompt_of(x, row)) for row in x.sample(x.train)]
     texts = [*re.findall(r"\{#.*?#\}", template, re.DOTALL), *prompts]
     hidden = [name for name in names if name not in prompt]
@@ -2670,6 +2786,16 @@ def check_known_tools(x):
             f"the chat template does not show the tools ({listed(hidden)}) in the prompt: right only if "
             "fine-tuning taught them, or if the prompts say how to call them"
         )
+
+
+def prompts_by_roles(x):
+    """For each sequence of roles, the first prompt that has it. -> dict: tuple of roles -> messages"""
+    found = {}
+    for row in x.sample(x.train):
+        prompt = prompt_of(x, row)
+        if is_messages(prompt):
+            found.setdefault(tuple(str(message.get("role")) for message in prompt), prompt)
+    return found
 
 
 def returns_nothing(function):
@@ -2696,69 +2822,209 @@ FAULTS_OF_CODE = (AttributeError, NameError, ImportError)  # whatever a policy's
 
 
 def check_environment(x):
-    """Call the tools of --environment with made-up arguments: do all calls fail, or change other objects?"""
-    if x.kind != "tools" or not x.args.environment:
+    """Call all tools with made-up arguments. Do all calls fail? Do they return what no policy can read,
+    change other objects, or work only in the thread that imported their file?
+    """
+    if x.kind != "tools":
         return
     start_tools, schemas = x.tools
     rows = [row for row in x.sample(x.train) if not is_blank(prompt_of(x, row))]
     if not rows:
         return
-    problems = {}
+    functions = [schema["function"] for schema in schemas]
     with own_modules(), quiet():
-        first, second = (x.script.Trajectory({"columns": row}, None) for row in (rows[0], rows[-1]))
-        start_tools([first])
-        before = class_values(first.environment)
-        start_tools([second])
-        for schema in schemas:
-            function = schema["function"]
-            if hasattr(second.environment, function["name"]):
-                problems[function["name"]] = call_made_up(x, second, function)
-        after = class_values(first.environment)
-    for name in before:
-        if after[name] != before[name]:
-            yield (remark if name.startswith("_") else error)(
+        one, other, twin = (x.script.Trajectory({"columns": rows[i]}, None) for i in (0, -1, 0))
+        texts = start_tools([one])
+        before = shared_values(one)
+        texts += start_tools([other])
+        changed = changes(before, one)
+        start_tools([twin])
+        start = time.time()
+        calls, verdict = calls_with(x, one, functions)
+        again, verdict_again, bound = {}, None, {}
+        if calls and time.time() < start + QUICK_SECONDS / 4:
+            before = shared_values(one)
+            again, verdict_again = calls_with(x, twin, functions)
+            changed |= changes(before, one)
+            bound = bound_to_a_thread(x, start_tools, rows[0], functions, calls, again)
+    is_same = (answers(calls), verdict) == (answers(again), verdict_again)
+    yield from start_faults(x, texts)
+    for name, place in changed.items():
+        is_private = name.startswith("_") or place == "module"
+        if not is_private or again and not is_same:
+            yield error(
                 f"--environment: reset or a call of one object changes {name} of all objects, because it "
-                f"belongs to the class: set it in reset, as self.{name}"
+                f"{PLACES[place]}: make a new one in reset, as self.{name}"
             )
-    for name, found in problems.items():
-        if found and all(found):
-            is_code = all(isinstance(problem, FAULTS_OF_CODE) for problem in found)
-            text = f"{type(found[0]).__name__}: {short(str(found[0]), 150)}"
-            yield (error if is_code else remark)(
-                f"--environment: all {len(found)} calls of {name} with made-up arguments fail: {text}"
-            )
+        else:
+            yield remark(f"--environment: reset or a call of one object changes {name} of all objects")
+    for name, found in calls.items():
+        yield from result_faults(x, name, found)
+    for name, (here, there) in bound.items():
+        yield error(
+            f"tool {name} works otherwise in a thread that did not import its file: {short(here)!r} instead "
+            f"of {short(there)!r}. Set up in the function, or in reset, what counts in one thread only, such "
+            "as a connection of sqlite3 or the precision of decimal"
+        )
 
 
-def class_values(environment):
-    """The values of an object's class attributes, as texts. -> dict: name -> str"""
+PLACES = {
+    "class": "belongs to the class",
+    "object": "is one object for all of them (a default argument, or a value of the module)",
+    "module": "belongs to the module",
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a call of a tool with made-up arguments led to."""
+
+    result: object = None
+    problem: BaseException | None = None
+
+    @property
+    def text(self):
+        return str(self.result) if self.problem is None else f"{type(self.problem).__name__}: {self.problem}"
+
+
+def answers(calls):
+    return {name: [call.text for call in found] for name, found in calls.items()}
+
+
+def start_faults(x, texts):
+    """What reset returns is the beginning of a task: nothing of it should be cut off."""
+    lengths = [len(x.tokenizer(text, add_special_tokens=False).input_ids) for text in texts if text]
+    if max(lengths, default=0) > x.args.max_tool_tokens:
+        yield error(
+            f"--environment: reset returns {max(lengths)} tokens, of which the policy would read the first "
+            f"--max-tool-tokens {x.args.max_tool_tokens}: raise it"
+        )
+
+
+def result_faults(x, name, found):
+    """found: list of Call, of one tool"""
+    problems = [call.problem for call in found if call.problem is not None]
+    if found and len(problems) == len(found):
+        is_code = all(is_of_code(problem) for problem in problems)
+        text = f"{type(problems[0]).__name__}: {short(str(problems[0]), 150)}"
+        yield (error if is_code else remark)(
+            f"all {len(found)} calls of {name} with made-up arguments fail: {text}"
+        )
+    for call in found:
+        kind = type(call.result).__name__
+        if isinstance(call.result, (bytes, bytearray)) or ADDRESS.fullmatch(call.text) and kind != "str":
+            text = f"tool {name} returns an object of type {kind}; the policy would read {short(call.text)}"
+            yield error(f"{text}: return a text")
+            break
+    texts = [call.text for call in found if call.problem is None]
+    lengths = [len(x.tokenizer(text, add_special_tokens=False).input_ids) for text in texts]
+    if max(lengths, default=0) > x.args.max_tool_tokens:
+        yield remark(
+            f"tool {name} returned {max(lengths)} tokens, of which the policy would read the first "
+            f"--max-tool-tokens {x.args.max_tool_tokens}"
+        )
+
+
+def is_of_code(problem):
+    """True for an exception that does not depend on the arguments, unlike None from a search for them."""
+    return isinstance(problem, FAULTS_OF_CODE) and "'NoneType'" not in str(problem)
+
+
+ADDRESS = re.compile(r"\[?<.* at 0x[0-9a-f]+>.*", re.DOTALL)  # what Python prints of an object without a text
+
+
+def bound_to_a_thread(x, start_tools, row, functions, calls, again):
+    """What is set up when a file is imported may count in that thread only, but tools run in others.
+
+    calls, again: what the tools said in the thread of a worker -> dict: name -> two different texts
+    """
+    alone, alone_again = calls_elsewhere(x, row, functions) or ({}, {})
     found = {}
-    for one in type(environment).__mro__[:-1]:
-        for name, value in vars(one).items():
-            if not name.startswith("__") and not inspect.isroutine(value) and not isinstance(value, property):
-                found.setdefault(name, short(repr(value), 10_000))
+    if not again or answers(alone) != answers(alone_again):
+        return found
+    for name in alone:
+        for here, here_again, there in zip(calls[name], again[name], alone[name]):
+            if there.problem is None and here.text == here_again.text != there.text:
+                found.setdefault(name, (here.text, there.text))
+    if found:  # or does the clock tick in them?
+        last = x.script.Trajectory({"columns": row}, None)
+        start_tools([last])
+        if answers(calls_with(x, last, functions)[0]) != answers(calls):
+            return {}
     return found
 
 
-def call_made_up(x, trajectory, function):
-    """Call a tool three times, in the thread of its environment.
+def shared_values(trajectory):
+    """The values of an environment, of its class and of its module. -> dict: (place, name) -> str"""
+    environment, found = trajectory.environment, {}
+    for one in type(environment).__mro__[-2::-1]:
+        found |= {("class", name): value for name, value in vars(one).items()}
+    found |= {("object", name): value for name, value in getattr(environment, "__dict__", {}).items()}
+    reset = inspect.unwrap(getattr(type(environment), "reset", None))
+    found |= {("module", name): value for name, value in getattr(reset, "__globals__", {}).items()}
+    shown = reprlib.Repr()
+    shown.maxlist = shown.maxdict = shown.maxset = shown.maxstring = shown.maxother = 1000
+    return {
+        place: shown.repr(value)
+        for place, value in found.items()
+        if not place[1].startswith("__") and not isinstance(value, property) and not inspect.isroutine(value)
+    }
 
-    -> list of what went wrong (None: nothing did); empty if it takes too long
+
+def changes(before, trajectory):
+    """What is not as before. -> dict: name -> place, of the class rather than of an object"""
+    after = shared_values(trajectory)
+    return {name: place for place, name in [*before][::-1] if before[place, name] != after.get((place, name))}
+
+
+def calls_with(x, trajectory, functions):
+    """Call each tool of a trajectory three times, in its thread.
+
+    -> dict: name -> list of Call, empty if it takes too long; what the environment says after it
     """
-    found = []
-    parameters = function["parameters"]
-    schemas = {name: parameters["properties"][name] for name in parameters.get("required", [])}
+    jobs = [trajectory.worker.submit(call_made_up, x, trajectory.tools, functions)]
+    jobs += [trajectory.ask(name) for name in ("is_over", "get_reward")]
+    if not all(job.is_done.wait(QUICK_SECONDS) for job in jobs):
+        return {}, None
+    return jobs[0].result(), [job.returned for job in jobs[1:]]
 
-    def call():
+
+def call_made_up(x, tools, functions):
+    found = {function["name"]: [] for function in functions}
+    for function in functions:
         for i in range(3):
-            arguments = {name: made_up(schema, i) for name, schema in schemas.items()}
+            arguments = made_up_arguments(function, i)
             try:
-                x.script.finished(getattr(trajectory.environment, function["name"])(**arguments))
-                found.append(None)
-            except Exception as problem:
-                found.append(problem)
+                result = x.script.finished(tools[function["name"]](**arguments))
+                found[function["name"]].append(Call(result))
+            except BaseException as problem:  # of sys.exit() too
+                found[function["name"]].append(Call(None, problem))
+    return found
 
-    job = trajectory.worker.submit(call)
-    return found if job.is_done.wait(QUICK_SECONDS) else []
+
+def calls_elsewhere(x, row, functions):
+    """The same calls, twice, in a thread that imports the files itself. -> two dicts, or None"""
+
+    def play():
+        tools = x.script.load_functions(x.args.tools or [])
+        make_environment, found = environment_class(x) if x.args.environment else None, []
+        for _ in range(2):
+            own = dict(tools)
+            if make_environment is not None:
+                environment = make_environment()
+                x.script.finished(environment.reset(**copy.deepcopy(row)))
+                own = {f["name"]: getattr(environment, f["name"], None) for f in functions} | own
+            found.append(call_made_up(x, own, functions))
+        return found
+
+    job = x.script.Worker().submit(play)
+    return job.returned if job.is_done.wait(2 * QUICK_SECONDS) else None
+
+
+def made_up_arguments(function, i):
+    """Arguments number i of a function, from its schema. -> dict"""
+    parameters = function["parameters"]
+    return {name: made_up(parameters["properties"][name], i) for name in parameters.get("required", [])}
 
 
 def made_up(schema, i):
@@ -2792,6 +3058,20 @@ def turn_faults(x, turn_format):
     """A template that writes a turn otherwise once a result follows, or that does not write the result."""
     if turn_format.after_turn([result_of("1")]) == turn_format.after_turn([result_of("2")]):
         yield error("the chat template does not write the results of tools")
+        return
+    one, two, three = map(result_of, "123")
+    try:
+        pairs = [turn_format.after_turn(pair) for pair in ([one, two], [one, three], [three, two])]
+    except Exception as problem:
+        text = "the chat template cannot write the results of two calls in one turn"
+        yield error(f"{text} ({short(str(problem), 150)})")
+        return
+    if pairs[0] in pairs[1:]:
+        yield error("the chat template writes only one of the results of two calls in one turn")
+    for key, value in (("name", PROBE["name"]), ("tool_call_id", "a1b2c3d4e")):
+        with contextlib.suppress(Exception):
+            if turn_format.after_turn([one | {key: value}]) != turn_format.after_turn([one]):
+                yield error(f"the chat template writes {key} of a result, which this script does not give it")
     if x.stop_ids and turn_format.end not in x.stop_ids:
         end = x.tokenizer.decode(turn_format.end)
         yield error(
@@ -2810,6 +3090,7 @@ def call_faults(x, turn_format):
         only_text = {"thing": PROBE_CALL["arguments"]["thing"]}
         failures = failures_with(x, turn_format, PROBE_CALL | {"arguments": only_text})
     if not failures:
+        yield from nested_faults(x, turn_format)
         return
     user = {"role": "user", "content": "x"}
     prompt = x.script.render_chat(x.tokenizer, [user], is_prompt=True, schemas=[PROBE_SCHEMA])
@@ -2826,10 +3107,26 @@ def call_faults(x, turn_format):
     )
 
 
+def nested_faults(x, turn_format):
+    """Lists and dicts as arguments, if the tools have such ones: are they read back as texts?"""
+    properties = [schema["function"]["parameters"]["properties"].values() for schema in x.tools[1]]
+    kinds = {str(one.get("type")) for one in itertools.chain(*properties)}
+    for kind, value in (("array", ["a", "b"]), ("object", {"a": "b"})):
+        if kind not in kinds:
+            continue
+        function = copy.deepcopy(PROBE)
+        function["parameters"]["properties"]["parts"] = {"type": kind, "description": "parts"}
+        schemas = [{"type": "function", "function": function}]
+        own_format = x.script.TurnFormat(x.tokenizer, torch.tensor(turn_format.stops), schemas)
+        call = PROBE_CALL | {"arguments": PROBE_CALL["arguments"] | {"parts": value}}
+        for failure in [*failures_with(x, own_format, call).values()][:1]:
+            yield error(f"an argument of the type {kind}: the chat template {failure}")
+
+
 def failures_with(x, turn_format, expected):
     """Why a call is not read back. -> dict: kind -> text; empty if it is"""
     user = {"role": "user", "content": "x"}
-    render = partial(x.script.render_chat, x.tokenizer, is_prompt=True, schemas=[PROBE_SCHEMA])
+    render = partial(x.script.render_chat, x.tokenizer, is_prompt=True, schemas=turn_format.schemas)
     begin, mark = render([user]), x.script.MARK
     _, end = render([user, {"role": "assistant", "content": mark}, result_of("72")]).split(mark)
     failures = {}
@@ -2960,7 +3257,14 @@ CHECKS = [
     *(check_python, check_numbers, check_pairs_of_flags, check_packages, check_paths, check_functions),
     *(check_adapters, check_files, check_splits, check_loading, check_reward_weights),
     *(check_flags_without_effect, check_tools, check_template_options, check_tokenizer, check_chat_texts),
-    *(check_messages, check_roles, check_chat_columns, check_calls, check_columns_of_one_row),
+    *(
+        check_messages,
+        check_roles,
+        check_written_messages,
+        check_chat_columns,
+        check_calls,
+        check_columns_of_one_row,
+    ),
     *(check_begun_answers, check_preferences, check_shuffled, check_completions, check_labels),
     *(check_dialogs, check_kept_rows, check_two_bos),
     *(check_held_out, check_amount, check_blank_values, check_unread_columns, check_learned_answers),

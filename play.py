@@ -48,7 +48,7 @@ def parse_args(folder, flags):
     own = {"model_name_or_path": f"{folder}/model", "output_dir": f"{folder}/play", "resume": None}
     args = tyro.cli(Args, default=Args(**saved | own), args=flags, description=__doc__)
     if args.prompt is not None:
-        args.reward_fn = None  # reward functions need the columns of a task
+        args.reward_fn = args.reward_weights = None  # reward functions need the columns of a task
     if args.greedy:
         args.temperature = 0.01
     return replace(args, num_eval_samples=1)
@@ -74,6 +74,7 @@ def play(args):
     accelerator = grpo_tools.start_accelerator(args)
     device, name = accelerator.device, args.model_name_or_path
     tokenizer = grpo_tools.load_tokenizer(name)
+    grpo_tools.set_template_options(tokenizer, args)
     start_tools, schemas = grpo_tools.load_tools(args)
     tasks = load_tasks(args, tokenizer, schemas)
     if not tasks:
@@ -144,7 +145,9 @@ def write_folder(args, games, trajectories, metrics):
     folder.mkdir(parents=True, exist_ok=True)
     tokens = []
     for game, x in zip(games, trajectories):
-        score = sum(value or 0 for name, value in game.items() if name.startswith("rewards/"))
+        rewards = [value or 0 for name, value in game.items() if name.startswith("rewards/")]
+        weights = args.reward_weights or [1.0] * len(rewards)
+        score = sum(weight * value for weight, value in zip(weights, rewards, strict=True))
         row = {"update": 0, "prompt": game["task"], "score": score, "ids": x.tokens}
         tokens.append(row | {"logprob": x.logprobs, "sampled": x.sampled})
     about = {"args": asdict(args), "script": "play", "command": sys.argv}
@@ -165,7 +168,8 @@ def main(argv=None):
         if not argv or not Path(argv[0], "args.json").exists():
             raise grpo_tools.UserError("name the folder of a run: python play.py RUN_FOLDER")
         args = parse_args(argv[0], argv[1:])
-        for error in check.errors(grpo_tools, args, [check.check_numbers, check.check_paths]):
+        checks = [check.check_numbers, check.check_paths, check.check_reward_weights]
+        for error in check.errors(grpo_tools, args, [*checks, check.check_template_options]):
             raise grpo_tools.UserError(error)
         play(args)
     except grpo_tools.UserError as error:

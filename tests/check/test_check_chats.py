@@ -419,3 +419,57 @@ def test_chats_that_only_begin_with_an_answer(look):
     found = look("sft", [dict(messages=chat("Hello.", "2 + 3?", roles=(ASSISTANT, USER)))] * 9)
     why = "the chat begins with an assistant message, which answers nothing"
     assert any(f"no message of the role assistant is learned: {why}" in text for text in texts(found))
+
+
+@pytest.mark.parametrize("name", ["sft", "grpo_math", "rloo_tldr", "dpo_tldr"])
+@pytest.mark.parametrize("role", ["developer", "system"])
+def test_a_message_that_the_template_leaves_out(look, name, role):
+    """Qwen's templates write no message of a developer: nobody would read it."""
+    template = CHATML.replace("for m in messages", "for m in messages if m['role'] != 'developer'")
+    instruction = [dict(role=role, content="Answer in one word.")]
+    rows = tasks(completion=chat("5.", roles=(ASSISTANT, USER)))
+    if name == "sft":
+        rows = [dict(messages=instruction + chat(f"{i}?", "5.")) for i in range(9)]
+    for row in rows:
+        if name == "dpo_tldr":
+            row |= {
+                key: chat(text, roles=(ASSISTANT, USER))
+                for key, text in (("chosen", "5."), ("rejected", "6."))
+            }
+        if name != "sft":
+            row["prompt"] = instruction + row["prompt"]
+    found = [text for text in texts(look(name, rows, template)) if "leaves out" in text]
+    column = "messages" if name == "sft" else "prompt"
+    word = f"column {column}: the chat template leaves out the message of the role developer: nobody reads it"
+    assert [text.endswith(word) for text in found] == [True] * (role == "developer"), found
+
+
+@pytest.mark.parametrize("prompt, role", [("Be brief.", "system"), (None, "system"), ("Be brief.", "other")])
+def test_a_system_prompt_that_the_template_leaves_out(look, prompt, role):
+    template = CHATML.replace("for m in messages", f"for m in messages if m['role'] != '{role}'")
+    rows = [dict(question=f"{i} + 3?", answer="5") for i in range(9)]
+    found = look("grpo_math", rows, template, system_prompt=prompt, prompt_template="{question}")
+    word = "the chat template leaves out the message of the role system: nobody reads it"
+    assert (word in texts(found)) == (prompt is not None and role == "system")
+
+
+@pytest.mark.parametrize("prompt", [None, "Be brief."])
+def test_tools_that_a_system_message_hides(look, prompt):
+    """The policy would not know them."""
+    shows = "{% if tools and messages[0].role == 'user' %}{{ tools | tojson }}{% endif %}"
+    rows = [dict(prompt=f"{i} + 3?", answer="5") for i in range(9)]
+    flags = dict(max_prompt_length=400, response_length=100, system_prompt=prompt)
+    found = texts(look("grpo_tools", rows, shows + CHATML, **flags))
+    word = "shows the tools (calculator) to a user alone, but not in a prompt with the roles system, user"
+    assert any(word in text for text in found) == (prompt is not None), found
+
+
+@pytest.mark.parametrize("is_wrong", [True, False])
+def test_options_of_several_templates(look, is_wrong):
+    """Their names would become a part of the text."""
+    rows = [dict(messages=chat(f"{i}?", "5.")) for i in range(9)]
+    template = CHATML + "{{ thinks or '' }}"
+    templates = {"default": template, "tool_use": CHATML} if is_wrong else template
+    found = texts(look("sft", rows, templates, chat_template_kwargs='{"thinks": true}'))
+    word = "the tokenizer has several chat templates (default, tool_use): keep one"
+    assert any(word in text for text in found) == is_wrong, found

@@ -1545,14 +1545,54 @@ check.lists_only: the keys of a mapping are rewards
   check/test_check_rewards.py::test_wrong_rewards[a mapping]
   - (Mapping, Set, str)
   + (Set, str)
-check.check_environment: state of the class, which all objects share
+check.changes: state of the class, which all objects share
   check/test_check_rewards.py::test_calls_of_an_environment[shared]
-  - after[name] != before[name]
+  - before[place, name] != after.get((place, name))
   + False
-check.check_environment: an environment whose calls all fail
+check.result_faults: an environment whose calls all fail
   check/test_check_rewards.py::test_calls_of_an_environment[always fails]
-  - found and all(found)
+  - found and len(problems) == len(found)
   + False
+check.check_environment: a board of the module, which all objects share
+  check/test_check_tool_calls.py::test_state_that_objects_share[of the module]
+  - again and not is_same
+  + False
+check.bound_to_a_thread: a connection of the thread that imported a tool
+  check/test_check_tool_calls.py::test_what_counts_in_the_thread_of_the_import[a connection]
+  - != there.text
+  + != here.text
+check.result_faults: a result that has no text
+  check/test_check_tool_calls.py::test_what_no_policy_can_read[map]
+  - ADDRESS.fullmatch(call.text) and kind != "str"
+  + False
+check.calls_of: a redirected output in a helper
+  check/test_check_tool_calls.py::test_what_holds_for_all_threads[in a helper]
+  - called not in functions
+  + False
+check.check_last_turn: a reward that reads the call instead of the answer
+  check/test_check_tool_calls.py::test_a_reward_that_reads_the_first_message[first]
+  - if counts and all(
+  + if not counts and all(
+check.check_last_turn: a reward that searches the results is refused
+  check/test_check_tool_calls.py::test_a_reward_that_reads_the_first_message[grounded]
+  - [["nothing found"] * len(rows), answers]
+  + [["nothing found"] * len(rows)]
+check.turn_faults: a template that writes one of two results
+  check/test_check_tool_calls.py::test_results_of_two_calls[one result]
+  - if pairs[0] in pairs[1:]:
+  + if pairs[0] in pairs[3:]:
+check.nested_faults: a list that is read back as a text
+  check/test_check_tool_calls.py::test_lists_and_dicts_as_arguments[Python-array]
+  - if kind not in kinds:
+  + if kind in kinds:
+check.check_written_messages: a message of a developer that no template writes
+  check/test_check_chats.py::test_a_message_that_the_template_leaves_out[developer-sft]
+  - MARKER not in text
+  + MARKER in text
+play.play: the options of the chat template
+  runs/test_play.py::test_the_options_of_the_template
+  - set_template_options(tokenizer, args)
+  + UserError()
 check.own_surplus: shuffled responses
   check/test_check_data.py::test_responses_of_other_prompts[rejected]
   - others = prompts[half:] + prompts[:half]
@@ -1607,7 +1647,7 @@ check.check_held_out: held-out rows with the same prompt are training rows
   + key_of(row) in train for row
 check.thread_faults: a signal may be set in a thread
   check/test_check_rewards.py::test_broken_environments[signal]
-  - if found:
+  - if call in SIGNALS:
   + if False:
 check.environment_faults: the tools of a recipe may stay beside an environment
   check/test_check_rewards.py::test_an_environment_beside_a_recipe

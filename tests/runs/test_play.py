@@ -3,9 +3,10 @@
 import json
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, save
 from rich.console import Console
 from run_tools import rows_of, write_rows
+from transformers import AutoModelForCausalLM
 
 import play as play_script
 import report
@@ -165,6 +166,36 @@ def test_another_model_and_other_flags(script, tools, play, monkeypatch):
     play(folder, "--num-tasks", "1")
     play(folder, "--num-tasks", "1", "--model-name-or-path", f"{ROOT}/checkpoints/tools-sft")
     assert names == [f"{folder}/model", f"{ROOT}/checkpoints/tools-sft"]
+
+
+def test_the_options_of_the_template(script, tools, play, tmp_path, monkeypatch):
+    """Those of the run, also for the model before it; flags after the folder win."""
+    model = AutoModelForCausalLM.from_pretrained(ROOT / "checkpoints/tools-sft")
+    tokenizer = script.load_tokenizer(f"{ROOT}/checkpoints/tools-sft")
+    tokenizer.chat_template += "{{ header | default('') }}"
+    before = save(model, tokenizer, tmp_path / "before")
+    _, folder, _ = tools(model_name_or_path=before, chat_template_kwargs='{"header": "<answer>"}')
+    seen, sample = [], script.sample_turns
+
+    def sample_turns(policy, texts, *inputs):
+        seen.append(tokenizer.decode(texts[0]).rpartition("assistant\n")[2])
+        return sample(policy, texts, *inputs)
+
+    monkeypatch.setattr(script, "sample_turns", sample_turns)
+    other = ["--chat-template-kwargs", '{"header": "<answer>1"}']
+    for flags, header in (([], ""), (["--model-name-or-path", before], ""), (other, "1")):
+        seen.clear()
+        play(folder, "--num-tasks", "1", *flags)
+        assert seen[0] == f"<answer>{header}"
+
+
+def test_the_weights_of_rewards(tools, play):
+    """Scores are those of a run: weighted sums."""
+    _, folder, _ = tools(reward_weights=[0.25])
+    play(folder, "--num-tasks", "4")
+    rewards = [row["rewards/letters"] for row in rows_of(folder / "play", "turns.jsonl")]
+    assert any(rewards)
+    assert [row["score"] for row in rows_of(folder / "play", "tokens.jsonl")] == [0.25 * x for x in rewards]
 
 
 def test_a_wrong_folder(monkeypatch, capsys, tmp_path):

@@ -1,0 +1,357 @@
+"""Calls of tools and environments, and rewards of trajectories: what check.py sees by trying them."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from check_helpers import assert_only, findings, texts
+from conftest import ROOT
+from run_tools import guesses, write_rows
+from test_tool_templates import HERMES, READS_TAGS, TAGS, program, template
+
+import check
+import grpo_tools
+
+pytest_plugins = ["run_fixtures"]
+CALCULATOR = dict(tools=[f"{ROOT}/data/tools.py:calculator"])
+DOC = '"""Compute.\n\n    Args:\n        expression: numbers\n    """'
+
+
+@pytest.fixture
+def look(scripts, small, tmp_path):
+    """look(**flags) -> findings about a run of grpo_tools.py, from main() or from the command line"""
+
+    def make(is_quick=True, **flags):
+        return findings(scripts["grpo_tools"], small("grpo_tools", **flags), is_quick)
+
+    return make
+
+
+@pytest.fixture
+def tool(tmp_path):
+    """tool(body, head) -> flags of a run with this calculator"""
+
+    def make(body, head="", **flags):
+        (tmp_path / "own_tool.py").write_text(
+            f"{head}\n\n\ndef calculator(expression: str) -> str:\n    {DOC}\n    {body}\n"
+        )
+        return dict(tools=[f"{tmp_path}/own_tool.py:calculator"]) | flags
+
+    return make
+
+
+# ---- Rewards -----------------------------------------------------------------------------------------------
+
+REWARDS = """
+import re
+
+
+def answer_in(text):
+    found = re.search("<answer>(.*?)</answer>", text)
+    return found and found[1]
+
+
+def first(completions, answer, **columns):
+    return [float(answer_in(c[0]["content"]) == a) for c, a in zip(completions, answer)]
+
+
+def last(completions, answer, **columns):
+    return [float(answer_in(c[-1]["content"]) == a) for c, a in zip(completions, answer)]
+
+
+def anywhere(completions, answer, **columns):
+    return [float(a in " ".join(m["content"] for m in c)) for c, a in zip(completions, answer)]
+
+
+def grounded(completions, answer, **columns):
+    right = last(completions, answer)
+    return [x * (len(c) == 1 or a in c[-2]["content"]) for x, c, a in zip(right, completions, answer)]
+
+
+def after_a_call(completions, answer, **columns):
+    return [x * (len(c) > 1) for x, c in zip(last(completions, answer), completions)]
+"""
+
+
+@pytest.mark.parametrize("name", ["first", "last", "anywhere", "grounded", "after_a_call"])
+def test_a_reward_that_reads_the_first_message(look, tmp_path, name):
+    """After a call, completion[0] is the call: whoever uses the tool would earn nothing."""
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    rows = [dict(prompt=f"How much is {i} + 3?", answer=str(i + 3)) for i in range(20, 32)]
+    data = write_rows(tmp_path / "data", train=rows, test=rows[:4])
+    found = look(dataset_name=data, reward_fn=[f"{tmp_path}/rewards.py:{name}"])
+    if name == "first":
+        assert_only(found, "first ignores the last message", "completion[-1]")
+    else:
+        assert texts(found) == []
+
+
+# ---- Threads -----------------------------------------------------------------------------------------------
+
+RUN = """
+def run(code):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        exec(code)
+    return out.getvalue()
+"""
+CHILD = """
+def child():
+    signal.alarm(5)
+    os.chdir("/")
+"""
+OF_THE_PROCESS = {  # head, body, what is said
+    "in a helper": (
+        f"import contextlib, io\n{RUN}",
+        "return run(expression)",
+        "contextlib.redirect_stdout()",
+    ),
+    "another name": (
+        "from contextlib import redirect_stdout as to",
+        "with to(None):\n        return expression",
+        "contextlib.redirect_stdout()",
+    ),
+    "a folder": ("import os", "os.chdir('.')\n    return '1'", "os.chdir()"),
+    "a signal in a helper": (
+        "import signal\n\ndef limit():\n    signal.alarm(0)\n",
+        "limit()\n    return '1'",
+        "signal.alarm()",
+    ),
+    "in a process": (
+        f"import multiprocessing, os, signal\n{CHILD}",
+        "multiprocessing.Process(target=child)\n    return '1'",
+        None,
+    ),
+    "a text": ("import os", "return 'os.chdir()'  # not os.chdir('.')", None),
+}
+
+
+@pytest.mark.parametrize("head, body, word", OF_THE_PROCESS.values(), ids=OF_THE_PROCESS)
+def test_what_holds_for_all_threads(look, tool, head, body, word):
+    """What one trajectory prints would be in the result of another, or its files in another folder."""
+    found = look(**tool(body, head))
+    if word is None:
+        assert texts(found) == []
+    else:
+        assert_only(found, f"tool calculator calls {word}")
+
+
+def test_one_thread_may_change_the_process(look, tool):
+    head = f"import contextlib, io\n{RUN}"
+    assert texts(look(**tool("return run('print(1)')", head, tool_workers=1))) == []
+
+
+def test_a_method_that_changes_the_process(look, tmp_path):
+    flags = guesses(tmp_path)
+    path = tmp_path / "guesses.py"
+    text = path.read_text().replace("def get_reward(self):", "def get_reward(self):\n        os.chdir('.')")
+    path.write_text(f"import os\n{text}")
+    assert_only(look(**flags), "Guesses.get_reward calls os.chdir()")
+
+
+BOUND = {  # head, body, whether it works otherwise in another thread
+    "a connection": (
+        "import sqlite3\n\ndata = sqlite3.connect(':memory:')",
+        "return str(data.execute('select 1').fetchall())",
+        True,
+    ),
+    "the precision": (
+        "import decimal\n\ndecimal.getcontext().prec = 50",
+        "return str(decimal.Decimal(1) / 3)",
+        True,
+    ),
+    "a connection for each call": (
+        "import sqlite3",
+        "return str(sqlite3.connect(':memory:').execute('select 1').fetchall())",
+        False,
+    ),
+    "the clock": ("import time", "return str(time.time() // 0.1)", False),
+    "random numbers": ("import random", "return str(random.random())", False),
+    "a counter": ("import itertools\n\ncount = itertools.count()", "return str(next(count))", False),
+    "no result": ("", "raise ValueError(expression)", False),
+}
+
+
+@pytest.mark.parametrize("head, body, is_bound", BOUND.values(), ids=BOUND)
+def test_what_counts_in_the_thread_of_the_import(look, tool, head, body, is_bound):
+    found = look(**tool(body, head))
+    if is_bound:
+        assert_only(found, "tool calculator works otherwise in a thread that did not import its file")
+    else:
+        assert texts(found) == []
+
+
+# ---- Results -----------------------------------------------------------------------------------------------
+
+RESULTS = {  # body, what is said
+    "map": ("return map(str, [1, 2])", "returns an object of type map; the policy would read <map object at"),
+    "object": ("return object()", "returns an object of type object"),
+    "objects": ("return [object()]", "returns an object of type list"),
+    "bytes": ("return expression.encode()", "the policy would read b'1': return a text"),
+    "number": ("return 42", None),
+    "list": ("return [expression, 'a <b at 0x1>']", None),
+    "text about an object": ("return str(object())", None),
+    "exit": ("raise SystemExit(1)", None),
+    "attribute of what was not found": ("return __import__('re').match('x', expression).group()", None),
+    "wrong name": ("return expresion", "all 3 calls of calculator with made-up arguments fail: NameError"),
+}
+
+
+@pytest.mark.parametrize("body, word", RESULTS.values(), ids=RESULTS)
+def test_what_no_policy_can_read(look, tool, body, word):
+    found = look(**tool(body))
+    if word is None:
+        assert texts(found) == []
+    else:
+        assert_only(found, word)
+
+
+def test_a_long_result(look, tool):
+    found = look(is_quick=False, **tool("return 'word ' * 999", max_tool_tokens=9))
+    assert texts(found) == []
+    assert any(
+        "of which the policy would read the first --max-tool-tokens 9" in text
+        for text in texts(found, "remark")
+    )
+
+
+@pytest.mark.parametrize("max_tool_tokens", [9, 4])
+def test_a_beginning_that_is_cut(look, tmp_path, max_tool_tokens):
+    """The policy would begin a task that it knows only in part."""
+    (tmp_path / "shelf.py").write_text(SHELF.format(head="", reset="return '12345'", body="return name"))
+    flags = guesses(tmp_path) | dict(environment=f"{tmp_path}/shelf.py:Shelf", system_prompt="You can put.")
+    found = look(**flags, max_tool_tokens=max_tool_tokens)
+    if max_tool_tokens == 4:
+        assert_only(found, "reset returns 5 tokens", "--max-tool-tokens 4")
+    else:
+        assert texts(found) == []
+
+
+# ---- State -------------------------------------------------------------------------------------------------
+
+SHELF = """
+{head}
+
+
+class Shelf:
+    def reset(self, secret, others=[], **columns):
+        self.own = []
+        self.score = 0
+        {reset}
+
+    def get_reward(self):
+        return float(self.score)
+
+    def put(self, name: str) -> str:
+        \'\'\'Put something on the shelf.
+
+        Args:
+            name: what
+        \'\'\'
+        {body}
+"""
+STATES = {  # head, reset, body, kind, what is said
+    "own": ("", "pass", "self.own.append(name)\n        return str(self.own)", None, None),
+    "a default": (
+        "",
+        "self.own = others",
+        "self.own.append(name)\n        return 'done'",
+        "error",
+        "changes own of all objects, because it is one object",
+    ),
+    "of the module": (
+        "board = []",
+        "board.clear()",
+        "board.append(name)\n        return str(board)",
+        "error",
+        "changes board of all objects, because it belongs to the module",
+    ),
+    "in the reward": (
+        "count = 0",
+        "pass",
+        "global count\n        count += 1\n        self.score = count\n        return 'done'",
+        "error",
+        "changes count of all",
+    ),
+    "a count that nobody sees": (
+        "count = 0",
+        "pass",
+        "global count\n        count += 1\n        return 'done'",
+        "remark",
+        "changes count of all",
+    ),
+    "loaded once": (
+        "index = None",
+        "global index\n        index = index or [1]",
+        "return str(index)",
+        None,
+        None,
+    ),
+    "a cache": ("cache = {}", "self.cache = cache", "return cache.setdefault(name, name)", None, None),
+    "random numbers": ("import random", "pass", "return str(random.Random().random())", None, None),
+}
+
+
+@pytest.mark.parametrize("head, reset, body, kind, word", STATES.values(), ids=STATES)
+def test_state_that_objects_share(look, tmp_path, head, reset, body, kind, word):
+    """The k trajectories of a task would play one game."""
+    (tmp_path / "shelf.py").write_text(SHELF.format(head=head, reset=reset, body=body))
+    flags = guesses(tmp_path) | dict(environment=f"{tmp_path}/shelf.py:Shelf")
+    flags["system_prompt"] = "You can put."
+    found = look(is_quick=False, **flags)
+    about = [(one.kind, one.text) for one in found if "of all objects" in one.text]
+    assert [name for name, _ in about] == ([] if kind is None else [kind])
+    assert word is None or word in about[0][1]
+    assert kind == "error" or texts(found) == []
+
+
+# ---- Templates ---------------------------------------------------------------------------------------------
+
+ONE_RESULT = "{% if m.role == 'tool' and messages[loop.index0 - 1].role == 'tool' %}{% else %}"
+LOOP = "{% for m in messages %}"
+RAISES = "{% if m.role == 'tool' and messages[loop.index0 - 1].role == 'tool' %}"
+RAISES += "{{ raise_exception('roles must alternate') }}{% endif %}"
+TEMPLATES = {  # text before a message, after it, what is said
+    "all": ("", "", None),
+    "one result": (ONE_RESULT, "{% endif %}", "writes only one of the results of two calls in one turn"),
+    "alternate": (RAISES, "", "cannot write the results of two calls in one turn (roles must alternate)"),
+    "the name": ("{{ m.name }}", "", "writes name of a result, which this script does not give it"),
+    "the id": ("{{ m.tool_call_id }}", "", "writes tool_call_id of a result"),
+}
+
+
+@pytest.mark.parametrize("before, after, word", TEMPLATES.values(), ids=TEMPLATES)
+def test_results_of_two_calls(before, after, word):
+    text = template(HERMES)
+    assert text.count(LOOP) == 1 and text.count("{% endfor %}{% if add_generation") == 1
+    text = text.replace(LOOP, LOOP + before)
+    text = text.replace("{% endfor %}{% if add_generation", after + "{% endfor %}{% if add_generation")
+    found = [finding.text for finding in program.faults(program.tokenizer_with(text))]
+    assert len(found) == (word is not None), found
+    assert word is None or word in found[0]
+
+
+AS_JSON = TAGS.replace("{{ x }}", "{{ x if x is string else x | tojson }}")
+NESTED = {
+    "JSON": (HERMES, None, True),
+    "Python": (TAGS, READS_TAGS, False),
+    "JSON in tags": (AS_JSON, READS_TAGS, True),
+}
+
+
+@pytest.mark.parametrize("kind", ["array", "object", "number"])
+@pytest.mark.parametrize("call, response_template, is_right", NESTED.values(), ids=NESTED)
+def test_lists_and_dicts_as_arguments(call, response_template, is_right, kind):
+    """A tool that takes a list would get a text. It matters only if there is such a tool."""
+    tokenizer = program.tokenizer_with(template(call))
+    tokenizer.response_template = response_template
+    schema = copy.deepcopy(check.PROBE_SCHEMA)
+    schema["function"]["parameters"]["properties"]["many"] = {"type": kind, "description": "many"}
+    x = SimpleNamespace(kind="tools", script=grpo_tools, tokenizer=tokenizer, stop_ids=set())
+    x.tools = None, [schema]
+    turn_format = grpo_tools.TurnFormat(tokenizer, torch.tensor([0]), [check.PROBE_SCHEMA])
+    found = [finding.text for finding in check.call_faults(x, turn_format)]
+    if is_right or kind == "number":
+        assert found == []
+    else:
+        assert len(found) == 1 and f"an argument of the type {kind}: the chat template writes" in found[0]
