@@ -2658,6 +2658,7 @@ def environment_faults(x):
         except TypeError as problem:
             call = f"{name}({', '.join(inputs)})"
             yield error(f"{x.args.environment}: the script calls {call}, which is no tool ({problem})")
+        yield from method_faults(name, inspect.unwrap(getattr(found, name, None)))
     recipe = x.script.RECIPES.get(x.args.recipe)
     kept = (
         recipe and recipe.tools and (recipe.tools, recipe.dataset_name) == (x.args.tools, x.args.dataset_name)
@@ -2667,6 +2668,16 @@ def environment_faults(x):
             f"--environment {x.args.environment} with the tools and the data of the recipe {x.args.recipe}: "
             "name --dataset-name, which drops what the recipe says of its own data, or --tools None"
         )
+
+
+def method_faults(name, function):
+    """reply, is_over and get_reward must return something, unless they are empty."""
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        yield error(f"--environment: {name} is a generator: return its result instead of yielding it")
+    elif name != "close" and inspect.isfunction(function) and returns_nothing(function):
+        names = function.__code__.co_names
+        if names and "NotImplementedError" not in names:
+            yield error(f"--environment: {name} returns nothing, which counts as None: return its result")
 
 
 SIGNALS = ("signal.alarm", "signal.setitimer", "signal.signal")
@@ -2835,6 +2846,11 @@ def check_environment(x):
     with own_modules(), quiet():
         one, other, twin = (x.script.Trajectory({"columns": rows[i]}, None) for i in (0, -1, 0))
         texts = start_tools([one])
+        for name in x.script.OWN_METHODS:
+            if not callable(getattr(one.environment, name, callable)):
+                raise Fault(
+                    f"--environment: the script calls {name}(), but reset sets it to a value: rename it"
+                )
         before = shared_values(one)
         texts += start_tools([other])
         changed = changes(before, one)
@@ -2849,6 +2865,8 @@ def check_environment(x):
             bound = bound_to_a_thread(x, start_tools, rows[0], functions, calls, again)
     is_same = (answers(calls), verdict) == (answers(again), verdict_again)
     yield from start_faults(x, texts)
+    if verdict and (isinstance(verdict[0], str) or callable(verdict[0])):
+        yield error(f"--environment: is_over returns {short(repr(verdict[0]))}: it must be True or False")
     for name, place in changed.items():
         is_private = name.startswith("_") or place == "module"
         if not is_private or again and not is_same:
@@ -2892,7 +2910,12 @@ def answers(calls):
 
 
 def start_faults(x, texts):
-    """What reset returns is the beginning of a task: nothing of it should be cut off."""
+    """What reset returns is the beginning of a task: a text, of which nothing should be cut off."""
+    for text in texts:
+        if text is not None and not isinstance(text, str):
+            kind = type(text).__name__
+            yield error(f"--environment: reset returns a {kind}: {short(text)}. It must be a text, or None")
+            return
     lengths = [len(x.tokenizer(text, add_special_tokens=False).input_ids) for text in texts if text]
     if max(lengths, default=0) > x.args.max_tool_tokens:
         yield error(

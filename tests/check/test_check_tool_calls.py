@@ -250,6 +250,51 @@ class Shelf:
         \'\'\'
         {body}
 """
+METHODS = {  # more of the class, what is said
+    "is_over": ("def is_over(self):\n        return len(self.own) > 2", None),
+    "a text": ("def is_over(self):\n        return str(len(self.own) > 2)", "is_over returns 'True'"),
+    "a method": ("def is_over(self):\n        return self.get_reward", "is_over returns <bound method"),
+    "no return": ("def is_over(self):\n        len(self.own) > 2", "is_over returns nothing"),
+    "a generator": ("def is_over(self):\n        yield False", "is_over is a generator"),
+    "a printed reply": ("def reply(self, text):\n        print(text)", "reply returns nothing"),
+    "an empty method": ("def is_over(self):\n        pass", None),
+    "close": ("def close(self):\n        self.own.clear()", None),
+}
+
+
+@pytest.mark.parametrize("more, word", METHODS.values(), ids=METHODS)
+def test_what_methods_return(look, tmp_path, more, word):
+    """Each game would end after a turn, or never."""
+    text = SHELF.format(head="", reset="pass", body="self.own.append(name)\n        return name")
+    (tmp_path / "shelf.py").write_text(f"{text}\n    {more}\n")
+    flags = guesses(tmp_path) | dict(environment=f"{tmp_path}/shelf.py:Shelf", system_prompt="You can put.")
+    found = look(**flags)
+    if word is None:
+        assert texts(found) == []
+    else:
+        assert_only(found, word)
+
+
+BEGINNINGS = {
+    "a text": ("return 'go on'", None),
+    "nothing": ("return", None),
+    "a pair": ("return 'go on', {}", "reset returns a tuple: ('go on', {}). It must be a text, or None"),
+    "a number": ("return 0", "reset returns a int: 0"),
+    "a value": ("self.is_over = False", "the script calls is_over(), but reset sets it to a value"),
+}
+
+
+@pytest.mark.parametrize("reset, word", BEGINNINGS.values(), ids=BEGINNINGS)
+def test_what_reset_returns(look, tmp_path, reset, word):
+    (tmp_path / "shelf.py").write_text(SHELF.format(head="", reset=reset, body="return name"))
+    flags = guesses(tmp_path) | dict(environment=f"{tmp_path}/shelf.py:Shelf", system_prompt="You can put.")
+    found = look(**flags)
+    if word is None:
+        assert texts(found) == []
+    else:
+        assert_only(found, word)
+
+
 STATES = {  # head, reset, body, kind, what is said
     "own": ("", "pass", "self.own.append(name)\n        return str(self.own)", None, None),
     "a default": (
