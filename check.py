@@ -1165,7 +1165,8 @@ def read_by_script(x):
     if x.kind in ("grpo", "tools"):
         return {"prompt"} if "prompt" in x.columns else template_columns(x)
     return {
-        "sft": {"text", "prompt", "completion", "messages", "dialog"},
+        "sft": {"text", "prompt", "completion", "messages", "dialog"}
+        | ({"tools"} if any(map(whole_chat, x.rows)) else set()),
         "reward_model": (
             {"text", "label"}
             if {"text", "label"} <= {*x.columns}
@@ -2577,6 +2578,13 @@ def check_system_prompt(x):
             f'--system-prompt "$(cat {prompt})"'
         )
         return
+    prompts = [row["prompt"] for row in x.train if is_messages(row.get("prompt"))]
+    own = [one for one in prompts if one[0].get("role") == "system"]
+    if own and x.was_changed("system_prompt"):
+        is_all = len(own) == len(x.train)
+        yield (error if is_all else remark)(
+            f"--system-prompt is not used in {len(own)} of {len(x.train)} training rows, which have their own"
+        )
     owners = [name for name, recipe in x.script.RECIPES.items() if recipe.system_prompt == prompt]
     data = {x.script.RECIPES[name].dataset_name for name in owners}
     if owners and x.args.dataset_name not in data:

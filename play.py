@@ -169,7 +169,9 @@ def main(argv=None):
             raise grpo_tools.UserError("name the folder of a run: python play.py RUN_FOLDER")
         args = parse_args(argv[0], argv[1:])
         checks = [check.check_numbers, check.check_paths, check.check_reward_weights]
-        for error in check.errors(grpo_tools, args, [*checks, check.check_template_options]):
+        checks += [check.check_template_options] + [check.check_chat_texts] * (args.tasks is not None)
+        data = args.tasks or args.dataset_name
+        for error in check.errors(grpo_tools, replace(args, dataset_name=data), checks):
             raise grpo_tools.UserError(error)
         play(args)
     except grpo_tools.UserError as error:

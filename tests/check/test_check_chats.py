@@ -453,6 +453,18 @@ def test_a_system_prompt_that_the_template_leaves_out(look, prompt, role):
     assert (word in texts(found)) == (prompt is not None and role == "system")
 
 
+@pytest.mark.parametrize("num_own", [0, 3, 9])
+def test_a_system_prompt_beside_those_of_the_data(look, num_own):
+    """Rows that have one keep it, so the flag may do nothing."""
+    rows = tasks()
+    for row in rows[:num_own]:
+        row["prompt"].insert(0, dict(role="system", content="Think."))
+    found = look("grpo_math", rows, system_prompt="Be brief.")
+    word = f"--system-prompt is not used in {num_own} of 9 training rows, which have their own"
+    assert (word in texts(found)) == (num_own == 9)
+    assert (word in texts(found, "remark")) == (num_own == 3)
+
+
 @pytest.mark.parametrize("prompt", [None, "Be brief."])
 def test_tools_that_a_system_message_hides(look, prompt):
     """The policy would not know them."""
@@ -473,3 +485,17 @@ def test_options_of_several_templates(look, is_wrong):
     found = texts(look("sft", rows, templates, chat_template_kwargs='{"thinks": true}'))
     word = "the tokenizer has several chat templates (default, tool_use): keep one"
     assert any(word in text for text in found) == is_wrong, found
+
+
+@pytest.mark.parametrize("column", ["messages", "completion", "text"])
+def test_who_reads_the_column_tools(look, column):
+    """sft.py, beside a chat."""
+    template = CHATML + "{{ tools | string if tools else '' }}"
+    tool = dict(type="function", function=dict(name="f", description="f", parameters={}))
+    rows = [dict(messages=chat(f"{i}?", "5.")) for i in range(9)]
+    if column != "messages":
+        rows = tasks(completion=chat("5.", roles=(ASSISTANT, USER)))
+        rows = [dict(text="5.") if column == "text" else row for row in rows]
+    found = look("sft", [row | dict(tools=[tool]) for row in rows], template)
+    unread = [text for text in texts(found, "remark") if "nobody reads these columns" in text]
+    assert any("tools" in text for text in unread) == (column == "text"), found

@@ -168,6 +168,18 @@ def test_another_model_and_other_flags(script, tools, play, monkeypatch):
     assert names == [f"{folder}/model", f"{ROOT}/checkpoints/tools-sft"]
 
 
+def test_a_chat_that_is_a_json_text(tools, play, tmp_path, capsys):
+    """It would be played with its brackets."""
+    _, folder, _ = tools()
+    path = tmp_path / "tasks.csv"
+    path.write_text('prompt,answer\n"[{""role"": ""user"", ""content"": ""2 + 3?""}]",5\n')
+    with pytest.raises(SystemExit):
+        play(folder, "--tasks", str(path))
+    assert "the chat in the column prompt is a JSON text" in capsys.readouterr().err
+    path.write_text("prompt,answer\n2 + 3?,5\n")
+    assert len(play(folder, "--tasks", str(path))[0]) == 1
+
+
 def test_the_options_of_the_template(script, tools, play, tmp_path, monkeypatch):
     """Those of the run, also for the model before it; flags after the folder win."""
     model = AutoModelForCausalLM.from_pretrained(ROOT / "checkpoints/tools-sft")
