@@ -2865,25 +2865,29 @@ def check_environment(x):
         start_tools([twin])
         start = time.time()
         calls, verdict = calls_with(x, one, functions)
-        again, verdict_again, bound = {}, None, {}
+        again, verdict_again, alone, bound = {}, None, None, {}
         if calls and time.time() < start + QUICK_SECONDS / 4:
             before = shared_values(one)
             again, verdict_again = calls_with(x, twin, functions)
             changed |= changes(before, one)
-            bound = bound_to_a_thread(x, start_tools, rows[0], functions, calls, again)
-    is_same = (answers(calls), verdict) == (answers(again), verdict_again)
+            alone = calls_elsewhere(x, rows[0], functions)
+            bound = bound_to_a_thread(x, start_tools, rows[0], functions, calls, again, alone)
+    # The same calls lead to something else, and not because of random numbers.
+    is_seen = again and (answers(calls), verdict) != (answers(again), verdict_again)
+    is_seen = is_seen and alone is not None and answers(alone[0]) == answers(calls)
     yield from start_faults(x, texts)
     if verdict and (isinstance(verdict[0], str) or callable(verdict[0])):
         yield error(f"--environment: is_over returns {short(repr(verdict[0]))}: it must be True or False")
     for name, place in changed.items():
         is_private = name.startswith("_") or place == "module"
-        if not is_private or again and not is_same:
-            yield error(
-                f"--environment: reset or a call of one object changes {name} of all objects, because it "
-                f"{PLACES[place]}: make a new one in reset, as self.{name}"
-            )
+        text = f"reset or a call of one trajectory changes {name} of all trajectories"
+        if is_private and not is_seen:
+            yield remark(f"tools and environments: {text}")
+        elif x.args.environment:
+            fix = f"make a new one in reset, as self.{name}"
+            yield error(f"--environment: {text}, because it {PLACES[place]}: {fix}")
         else:
-            yield remark(f"--environment: reset or a call of one object changes {name} of all objects")
+            yield error(f"--tools: {text}, and later results show it: use --environment")
     for name, found in calls.items():
         yield from result_faults(x, name, found)
     for name, (here, there) in bound.items():
@@ -2966,17 +2970,17 @@ def is_of_code(problem):
 ADDRESS = re.compile(r"\[?<.* at 0x[0-9a-f]+>.*", re.DOTALL)  # what Python prints of an object without a text
 
 
-def bound_to_a_thread(x, start_tools, row, functions, calls, again):
+def bound_to_a_thread(x, start_tools, row, functions, calls, again, alone):
     """What is set up when a file is imported may count in that thread only, but tools run in others.
 
-    calls, again: what the tools said in the thread of a worker -> dict: name -> two different texts
+    calls, again: what the tools said in the thread of a worker; alone: from calls_elsewhere
+    -> dict: name -> two different texts
     """
-    alone, alone_again = calls_elsewhere(x, row, functions) or ({}, {})
     found = {}
-    if not again or answers(alone) != answers(alone_again):
+    if not again or alone is None or answers(alone[0]) != answers(alone[1]):
         return found
-    for name in alone:
-        for here, here_again, there in zip(calls[name], again[name], alone[name]):
+    for name in alone[0]:
+        for here, here_again, there in zip(calls[name], again[name], alone[0][name]):
             if there.problem is None and here.text == here_again.text != there.text:
                 found.setdefault(name, (here.text, there.text))
     if found:  # or does the clock tick in them?
@@ -2988,13 +2992,14 @@ def bound_to_a_thread(x, start_tools, row, functions, calls, again):
 
 
 def shared_values(trajectory):
-    """The values of an environment, of its class and of its module. -> dict: (place, name) -> str"""
+    """The values of an environment, its class, and the files of the tools. -> dict: (place, name) -> str"""
     environment, found = trajectory.environment, {}
     for one in type(environment).__mro__[-2::-1]:
         found |= {("class", name): value for name, value in vars(one).items()}
     found |= {("object", name): value for name, value in getattr(environment, "__dict__", {}).items()}
-    reset = inspect.unwrap(getattr(type(environment), "reset", None))
-    found |= {("module", name): value for name, value in getattr(reset, "__globals__", {}).items()}
+    for one in (getattr(type(environment), "reset", None), *trajectory.tools.values()):
+        values = getattr(inspect.unwrap(one), "__globals__", {})
+        found |= {("module", name): value for name, value in values.items()}
     shown = reprlib.Repr()
     shown.maxlist = shown.maxdict = shown.maxset = shown.maxstring = shown.maxother = 1000
     return {
@@ -3085,13 +3090,30 @@ def check_tool_format(x):
     turn_format = x.script.TurnFormat(x.tokenizer, torch.tensor(sorted(x.stop_ids)), [PROBE_SCHEMA])
     yield from turn_faults(x, turn_format)
     yield from call_faults(x, turn_format)
+    yield from pair_faults(x, turn_format)
 
 
 def turn_faults(x, turn_format):
     """A template that writes a turn otherwise once a result follows, or that does not write the result."""
     if turn_format.after_turn([result_of("1")]) == turn_format.after_turn([result_of("2")]):
         yield error("the chat template does not write the results of tools")
-        return
+    if x.stop_ids and turn_format.end not in x.stop_ids:
+        end = x.tokenizer.decode(turn_format.end)
+        yield error(
+            f"the chat template ends a turn with {end!r}, which must be a stop token (--stop-token-id)"
+        )
+
+
+def pair_faults(x, turn_format):
+    """A template that needs more of a result than its text, or that does not write two of them."""
+    if x.flag("environment") and hasattr(environment_class(x), "reply"):
+        end, *_ = turn_format.ids_after_text([{"role": "user", "content": "1"}])
+        if end != turn_format.end:
+            texts = [x.tokenizer.decode(token) for token in (turn_format.end, end)]
+            yield error(
+                f"the chat template ends a turn with {texts[0]!r} before a result, and with {texts[1]!r} "
+                "before what reply returns"
+            )
     one, two, three = map(result_of, "123")
     try:
         pairs = [turn_format.after_turn(pair) for pair in ([one, two], [one, three], [three, two])]
@@ -3099,17 +3121,12 @@ def turn_faults(x, turn_format):
         text = "the chat template cannot write the results of two calls in one turn"
         yield error(f"{text} ({short(str(problem), 150)})")
         return
-    if pairs[0] in pairs[1:]:
+    if pairs[0] in pairs[1:] and pairs[1] != pairs[2]:
         yield error("the chat template writes only one of the results of two calls in one turn")
     for key, value in (("name", PROBE["name"]), ("tool_call_id", "a1b2c3d4e")):
         with contextlib.suppress(Exception):
             if turn_format.after_turn([one | {key: value}]) != turn_format.after_turn([one]):
                 yield error(f"the chat template writes {key} of a result, which this script does not give it")
-    if x.stop_ids and turn_format.end not in x.stop_ids:
-        end = x.tokenizer.decode(turn_format.end)
-        yield error(
-            f"the chat template ends a turn with {end!r}, which must be a stop token (--stop-token-id)"
-        )
 
 
 def result_of(text):

@@ -84,6 +84,8 @@ REASONS = {  # what check.py says -> what the table says
     "the chat template does not write calls": "it shows tools, but writes no calls",
     "the chat template goes on otherwise": "what follows a call is not what follows an answer",
     "the chat template writes calls that are not read": "calls in a format that nothing describes",
+    "the chat template cannot write the results of two": "the results of two calls cannot follow a turn",
+    "the chat template writes": "it needs more of a result than its text, or leaves out one of two",
 }
 
 

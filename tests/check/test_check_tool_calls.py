@@ -167,7 +167,11 @@ BOUND = {  # head, body, whether it works otherwise in another thread
     ),
     "the clock": ("import time", "return str(time.time() // 0.1)", False),
     "random numbers": ("import random", "return str(random.random())", False),
-    "a counter": ("import itertools\n\ncount = itertools.count()", "return str(next(count))", False),
+    "a random counter": (
+        "import random\n\nrandoms = []",
+        "randoms.append(random.random())\n    return str(randoms)",
+        False,
+    ),
     "no result": ("", "raise ValueError(expression)", False),
 }
 
@@ -250,6 +254,23 @@ class Shelf:
         \'\'\'
         {body}
 """
+NOTES = {  # head, body, kind
+    "notes": ("notes = []", "notes.append(expression)\n    return str(notes)", "error"),
+    "a count": ("count = [0]", "count[0] += 1\n    return expression", "remark"),
+    "a cache": ("cache = {}", "return cache.setdefault(expression, expression)", None),
+    "a table": ("table = list(range(9))", "return str(table)", None),
+}
+
+
+@pytest.mark.parametrize("head, body, kind", NOTES.values(), ids=NOTES)
+def test_state_that_functions_share(look, tool, head, body, kind):
+    """A function has no trajectory of its own: its notes are read in all others."""
+    found = look(is_quick=False, **tool(body, head))
+    about = [(one.kind, one.text) for one in found if "of all trajectories" in one.text]
+    assert [name for name, _ in about] == ([] if kind is None else [kind])
+    assert kind == "error" or texts(found) == []
+
+
 METHODS = {  # more of the class, what is said
     "is_over": ("def is_over(self):\n        return len(self.own) > 2", None),
     "a text": ("def is_over(self):\n        return str(len(self.own) > 2)", "is_over returns 'True'"),
@@ -302,14 +323,14 @@ STATES = {  # head, reset, body, kind, what is said
         "self.own = others",
         "self.own.append(name)\n        return 'done'",
         "error",
-        "changes own of all objects, because it is one object",
+        "changes own of all trajectories, because it is one object",
     ),
     "of the module": (
         "board = []",
         "board.clear()",
         "board.append(name)\n        return str(board)",
         "error",
-        "changes board of all objects, because it belongs to the module",
+        "changes board of all trajectories, because it belongs to the module",
     ),
     "in the reward": (
         "count = 0",
@@ -344,7 +365,7 @@ def test_state_that_objects_share(look, tmp_path, head, reset, body, kind, word)
     flags = guesses(tmp_path) | dict(environment=f"{tmp_path}/shelf.py:Shelf")
     flags["system_prompt"] = "You can put."
     found = look(is_quick=False, **flags)
-    about = [(one.kind, one.text) for one in found if "of all objects" in one.text]
+    about = [(one.kind, one.text) for one in found if "of all trajectories" in one.text]
     assert [name for name, _ in about] == ([] if kind is None else [kind])
     assert word is None or word in about[0][1]
     assert kind == "error" or texts(found) == []
@@ -400,3 +421,26 @@ def test_lists_and_dicts_as_arguments(call, response_template, is_right, kind):
         assert found == []
     else:
         assert len(found) == 1 and f"an argument of the type {kind}: the chat template writes" in found[0]
+
+
+@pytest.mark.parametrize("end, is_wrong", [("<|im_end|>", False), ("<|endoftext|>", True)])
+def test_the_end_of_a_turn_before_a_reply(look, scripts, tmp_path, monkeypatch, end, is_wrong):
+    """The end that the policy wrote is left out of what follows it."""
+    load = scripts["grpo_tools"].load_tokenizer
+
+    def load_tokenizer(name):
+        tokenizer = load(name)
+        is_followed = "message.role == 'assistant' and loop.nextitem and loop.nextitem.role == 'user'"
+        new = f"('{end}' if {is_followed} else '<|im_end|>') + '\n'"
+        tokenizer.chat_template = tokenizer.chat_template.replace(r"'<|im_end|>\n'", new)
+        assert end in tokenizer.chat_template
+        return tokenizer
+
+    monkeypatch.setattr(scripts["grpo_tools"], "load_tokenizer", load_tokenizer)
+    flags = guesses(tmp_path)
+    path = tmp_path / "guesses.py"
+    path.write_text(f"{path.read_text()}\n    def reply(self, text):\n        return 'go on'\n")
+    word = "before what reply returns"
+    assert any(word in text for text in texts(look(**flags))) == is_wrong
+    path.write_text(path.read_text().replace("def reply(", "def _reply("))
+    assert not any(word in text for text in texts(look(**flags)))

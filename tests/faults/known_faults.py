@@ -1555,8 +1555,8 @@ check.result_faults: an environment whose calls all fail
   + False
 check.check_environment: a board of the module, which all objects share
   check/test_check_tool_calls.py::test_state_that_objects_share[of the module]
-  - again and not is_same
-  + False
+  - if is_private and not is_seen:
+  + if is_private:
 check.bound_to_a_thread: a connection of the thread that imported a tool
   check/test_check_tool_calls.py::test_what_counts_in_the_thread_of_the_import[a connection]
   - != there.text
@@ -1577,10 +1577,10 @@ check.check_last_turn: a reward that searches the results is refused
   check/test_check_tool_calls.py::test_a_reward_that_reads_the_first_message[grounded]
   - [["nothing found"] * len(rows), answers]
   + [["nothing found"] * len(rows)]
-check.turn_faults: a template that writes one of two results
+check.pair_faults: a template that writes one of two results
   check/test_check_tool_calls.py::test_results_of_two_calls[one result]
-  - if pairs[0] in pairs[1:]:
-  + if pairs[0] in pairs[3:]:
+  - pairs[0] in pairs[1:]
+  + pairs[0] in pairs[3:]
 check.nested_faults: a list that is read back as a text
   check/test_check_tool_calls.py::test_lists_and_dicts_as_arguments[Python-array]
   - if kind not in kinds:
