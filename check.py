@@ -1111,17 +1111,19 @@ def check_held_out(x):
     if x.is_rl and len(x.held_out) < x.world:
         yield error(f"{x.world} processes need as many held-out prompts; there are {len(x.held_out)}")
     key = next((name for name in ("prompt", "text", "messages") if name in x.columns), None)
-    if key is None:
-        key_of, what = repr, "row"
+    if key is None or x.flag("environment"):  # whose tasks differ in other columns
+        key = None
+        key_of, have, what = repr, "are", ""
     else:
-        key_of, what = lambda row: repr(row.get(key)), f"value in the column {key}"
+        key_of, what = lambda row: repr(row.get(key)), f": value in the column {key}"
+        have = f"have a value in the column {key} that is"
     train, held_out = {key_of(row) for row in x.train}, [key_of(row) for row in x.held_out]
     both = [row for row in x.held_out if key_of(row) in train]
     if both:
         count = f"{len(both)} of {len(x.held_out)} held-out rows"
-        yield remark(f"{count} have a {what} that is also in train, such as {x.place(both[0])}")
+        yield remark(f"{count} {have} also in train, such as {x.place(both[0])}")
     if len({*held_out}) < len(held_out):
-        yield remark(f"the {len(held_out)} held-out rows have only {len({*held_out})} different ones: {what}")
+        yield remark(f"the {len(held_out)} held-out rows have only {len({*held_out})} different ones{what}")
     rows = Counter(map(repr, x.train))
     num_seen = sum(repr(row) in rows for row in x.held_out)
     if num_seen and key is not None:  # not only the same prompts
@@ -1163,7 +1165,8 @@ def read_by_script(x):
     if x.kind in ("grpo", "tools"):
         return {"prompt"} if "prompt" in x.columns else template_columns(x)
     return {
-        "sft": {"text", "prompt", "completion", "messages", "dialog"},
+        "sft": {"text", "prompt", "completion", "messages", "dialog"}
+        | ({"tools"} if any(map(whole_chat, x.rows)) else set()),
         "reward_model": (
             {"text", "label"}
             if {"text", "label"} <= {*x.columns}
@@ -1351,6 +1354,21 @@ def check_calls(x):
             if problem not in seen:
                 seen.add(problem)
                 yield error(f"{x.place(row)}, column {column}: {problem}")
+    for row, _, chat in with_calls if x.kind == "sft" else []:
+        told = " ".join(str(message.get("content")) for message in chat if message.get("role") != "assistant")
+        unknown = sorted(name for name in called(chat) if name not in told)
+        if unknown and not row.get("tools"):
+            yield remark(
+                f"{x.place(row)} calls {listed(unknown)}, and has no column tools: its prompt lacks what the "
+                "template writes about tools, which a prompt of grpo_tools.py has"
+            )
+            return
+
+
+def called(chat):
+    """The names of the functions that a chat calls. -> set"""
+    calls = [call for message in chat for call in message.get("tool_calls") or []]
+    return {str(call.get("function", call).get("name")) for call in calls}
 
 
 def with_loaded_arguments(message):
@@ -1420,7 +1438,7 @@ def check_learned_answers(x):
     first = None
     for example in x.examples("train"):
         messages = example.row.get("messages") or chat_of_completion(example.row)
-        if not is_messages(messages) or not example.is_kept:
+        if not is_messages(messages) or not example.is_kept or example.note:  # a cut is reported by itself
             continue
         answers = sum(message.get("role") == "assistant" for message in messages)
         learned = sum(
@@ -2559,8 +2577,11 @@ def check_tools(x):
             functions |= methods
     for name, function in functions.items():
         yield from check_tool(name, function)
-    if not functions:
-        yield error("there is no tool: name --tools FILE.py:function, or --environment FILE.py:Class")
+    if not functions and not (x.args.environment and hasattr(environment_class(x), "reply")):
+        yield error(
+            "there is no tool: name --tools FILE.py:function, or an --environment FILE.py:Class with a "
+            "public method or reply"
+        )
     rewards_itself = x.args.environment and hasattr(environment_class(x), "get_reward")
     if not x.flag("reward_fn") and not rewards_itself:
         yield error("there is no reward: name --reward-fn, or give the environment a method get_reward")
@@ -2589,6 +2610,8 @@ def environment_faults(x):
         except TypeError as problem:
             call = f"{name}({', '.join(inputs)})"
             yield error(f"{x.args.environment}: the script calls {call}, which is no tool ({problem})")
+    if returns_nothing(getattr(found, "is_over", None)):
+        yield error(f"{x.args.environment}: is_over() returns nothing: True ends the game")
     recipe = x.script.RECIPES.get(x.args.recipe)
     kept = (
         recipe and recipe.tools and (recipe.tools, recipe.dataset_name) == (x.args.tools, x.args.dataset_name)
@@ -2696,7 +2719,7 @@ FAULTS_OF_CODE = (AttributeError, NameError, ImportError)  # whatever a policy's
 
 
 def check_environment(x):
-    """Call the tools of --environment with made-up arguments: do all calls fail, or change other objects?"""
+    """Call the methods of --environment: do all calls fail, end the run, or change other objects?"""
     if x.kind != "tools" or not x.args.environment:
         return
     start_tools, schemas = x.tools
@@ -2705,15 +2728,27 @@ def check_environment(x):
         return
     problems = {}
     with own_modules(), quiet():
-        first, second = (x.script.Trajectory({"columns": row}, None) for row in (rows[0], rows[-1]))
-        start_tools([first])
+        first, second, third = (x.script.Trajectory({"columns": rows[i]}, None) for i in (0, -1, 0))
+        said, _ = start_tools([first, third])
+        texts = {"reset": said}
         before = class_values(first.environment)
         start_tools([second])
         for schema in schemas:
             function = schema["function"]
             if hasattr(second.environment, function["name"]):
                 problems[function["name"]] = call_made_up(x, second, function)
+        jobs = {call: third.ask(*call) for call in (("reply", ""), ("reply", "a"), ("is_over",))}
+        done = {call: job for call, job in jobs.items() if job.is_done.wait(QUICK_SECONDS)}
         after = class_values(first.environment)
+    for (name, *inputs), job in done.items():
+        if job.error is not None:
+            text = f"{type(job.error).__name__}: {short(str(job.error), 150)}"
+            yield error(f"--environment: {name}({', '.join(map(repr, inputs))}) ends the run: {text}")
+        elif name == "reply":
+            texts[name] = job.returned
+    for name, text in texts.items():
+        if not isinstance(text, str | None):
+            yield error(f"--environment: {name} returned {short(repr(text))}: return a text, or None")
     for name in before:
         if after[name] != before[name]:
             yield (remark if name.startswith("_") else error)(
@@ -3202,6 +3237,14 @@ def show_tools(x):
     yield "what follows a call, with the result 72 (the policy writes none of it):"
     ids = turn_format.after_turn([result_of("72")])
     yield marked(x.tokenizer, ids, special_ids(x.tokenizer), None)
+    example = next(example for example in x.examples("train") if example.is_kept)
+    with own_modules(), quiet():
+        [text] = x.tools[0]([x.script.Trajectory({"columns": example.row}, None)])
+    if text:
+        *earlier, last = example.prompt
+        ids = turn_format.prompt_ids([*earlier, last | {"content": last["content"] + text}])
+        yield f"{x.place(example.row)}, the prompt with what reset says, {len(ids)} tokens:"
+        yield marked(x.tokenizer, ids, special_ids(x.tokenizer), None)
 
 
 def show_model(x):

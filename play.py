@@ -128,7 +128,7 @@ def game_of(record, x):
 
 def turns_table(number, game):
     """The turns of a trajectory, for the screen."""
-    rewards = "  ".join(f"{name} {x}" for name, x in game.items() if name.startswith("rewards/"))
+    rewards = "  ".join(f"{name} {x:g}" for name, x in game.items() if name.startswith("rewards/"))
     counts = f"turns {game['turns']}, calls {game['calls']}, failed {game['failures']}"
     title = f"task {number}: ended: {game['end']}; {counts}  {rewards}"
     table = Table("role", "text", title=Text(title), title_justify="left", show_lines=True)
@@ -163,7 +163,8 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     try:
         if not argv or not Path(argv[0], "args.json").exists():
-            raise grpo_tools.UserError("name the folder of a run: python play.py RUN_FOLDER")
+            found = f"{argv[0]} is none" if argv else "there is none"
+            raise grpo_tools.UserError(f"name the folder of a run ({found}): python play.py RUN_FOLDER")
         args = parse_args(argv[0], argv[1:])
         for error in check.errors(grpo_tools, args, [check.check_numbers, check.check_paths]):
             raise grpo_tools.UserError(error)

@@ -212,6 +212,40 @@ def test_answers_that_are_not_learned(look):
     assert_remark(found, "9 of 15 answers in chats are learned", "train.jsonl row 1")
 
 
+def test_answers_behind_the_cut(look):
+    """The cut is reported, and no fault of the template."""
+    rows = [dict(messages=chat("a?", "Yes.", "long " * 300, "No.")), *[dict(messages=chat("a?", "Yes."))] * 8]
+    found = look("sft", rows)
+    assert_remark(found, "1 of 9 train examples: cut to --max-length 128")
+    assert not any("answers in chats" in text for text in texts(found, "remark"))
+
+
+WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML.replace(
+    "m['content']", "(m['content'] or '') + ((m.tool_calls or '') | string)"
+)
+
+
+def calls_of(name, question="a?", **columns):
+    """A row of sft.py: a question and a call of the function with this name."""
+    call = dict(type="function", function=dict(name=name, arguments={}))
+    turn = dict(role=ASSISTANT, content="", tool_calls=[call])
+    return dict(messages=[dict(role=USER, content=question), turn]) | columns
+
+
+def test_calls_and_their_tools(look):
+    """sft.py gives the column tools to the template, so somebody reads it."""
+    tools = [dict(type="function", function=dict(name="f", description="x", parameters={}))]
+    found = look("sft", [calls_of("f", tools=tools)] * 9, template=WITH_TOOLS)
+    assert texts(found) == []
+    assert not any("tools" in text for text in texts(found, "remark")), found
+
+
+def test_calls_without_tools(look):
+    """The prompts of grpo_tools.py would have a part that these chats lack."""
+    rows = [calls_of("f", "You have f(). a?"), *[calls_of("f")] * 8]
+    assert_remark(look("sft", rows, template=WITH_TOOLS), "train.jsonl row 2", "calls f", "no column tools")
+
+
 def test_a_template_without_an_end(look):
     assert_remark(look("grpo_math", tasks(), template=PLAIN), "has no control token", "'<|im_end|>'")
 

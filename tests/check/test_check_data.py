@@ -6,7 +6,7 @@ import json
 import datasets
 import pytest
 from check_helpers import assert_only, assert_remark, findings, texts
-from run_tools import posts_of, write_rows
+from run_tools import guesses, posts_of, write_rows
 
 pytest_plugins = ["run_fixtures"]
 LONG = "A warm and clever film about a lighthouse keeper who learns to dance. "
@@ -176,6 +176,19 @@ def test_repeated_held_out_prompts(look):
     test = posts_of("test", 4)
     found = look("rloo_tldr", train_jsonl=posts_of("train", 9), test_jsonl=test + test[:3])
     assert_remark(found, "the 7 held-out rows have only 4 different")
+
+
+def test_tasks_of_an_environment(look, tmp_path):
+    """Their prompts may be the same; the other columns make the difference."""
+    rows = [dict(prompt="Guess.", secret=secret) for secret in range(20)]
+    held_out = [*rows[8:10], *[dict(prompt="Guess.", secret=30)] * 2]
+    flags = {name: value for name, value in guesses(tmp_path).items() if name != "dataset_name"}
+    found = look("grpo_tools", flags, train_jsonl=rows[:9], test_jsonl=held_out)
+    about = [text for text in texts(found, "remark") if "held-out rows" in text]
+    assert about == [
+        "1 of 4 held-out rows are also in train, such as test.jsonl row 1",
+        "the 4 held-out rows have only 3 different ones",
+    ]
 
 
 def test_columns_that_nobody_reads(look, tmp_path):

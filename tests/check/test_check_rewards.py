@@ -373,6 +373,17 @@ def test_no_tool_and_no_reward(scripts, small):
     assert any("there is no tool" in text for text in texts(found))
 
 
+@pytest.mark.parametrize("has_reply", [False, True])
+def test_an_environment_without_tools(scripts, small, tmp_path, has_reply):
+    """It may answer texts instead, as a user does."""
+    flags = guesses(tmp_path)
+    path = tmp_path / "guesses.py"
+    reply = "def reply(self, text):\n        return None\n\n    def _guess(" if has_reply else "def _guess("
+    path.write_text(path.read_text().replace("def guess(", reply))
+    errors = texts(findings(scripts["grpo_tools"], small("grpo_tools", **flags)))
+    assert len(errors) == (not has_reply) and all("public method or reply" in text for text in errors), errors
+
+
 def test_an_environment_without_a_reward(scripts, small, tmp_path):
     """Then there must be a function."""
     flags = guesses(tmp_path)
@@ -452,6 +463,36 @@ BROKEN = {  # old, new -> what is said
         "def get_reward(self):",
         "def get_reward(self):\n        signal.signal(1, 2)",
         "Guesses.get_reward calls signal.signal()",
+    ),
+}
+
+
+def begin_with(lines):
+    """Other lines of a method before those of get_reward."""
+    return "def get_reward(", f"{lines}\n\n    def get_reward("
+
+
+BROKEN |= {
+    "reset returns a chat": (
+        "self.random, self.guesses = random.Random(secret), []",
+        "self.random, self.guesses = random.Random(secret), []\n        return [{'content': 'Go.'}]",
+        "reset returned [{'content': 'Go.'}]: return a text, or None",
+    ),
+    "reply returns a number": (
+        *begin_with("def reply(self, text):\n        return len(text) or None"),
+        "reply returned 1: return a text, or None",
+    ),
+    "reply fails": (
+        *begin_with("def reply(self, text):\n        return str(int(text))"),
+        "reply('') ends the run: ValueError: invalid literal for int()",
+    ),
+    "is_over fails": (
+        *begin_with("def is_over(self):\n        return self.has_won"),
+        "is_over() ends the run: AttributeError: 'Guesses' object has no attribute 'has_won'",
+    ),
+    "is_over returns nothing": (
+        *begin_with("def is_over(self):\n        len(self.guesses) > 3"),
+        "is_over() returns nothing",
     ),
 }
 
