@@ -44,7 +44,13 @@ class Args(grpo_tools.Args):
 
 def parse_args(folder, flags):
     """The flags of the run, with the model that it trained, then those of the command line. -> Args"""
-    saved = json.loads(Path(folder, "args.json").read_text())["args"]
+    about = json.loads(Path(folder, "args.json").read_text())
+    if about.get("script", "play") not in ("grpo_tools", "play"):
+        raise grpo_tools.UserError(
+            f"{folder} is a run of {about['script']}.py: name one of grpo_tools.py, and --model-name-or-path "
+            f"{folder}"
+        )
+    saved = about["args"]
     own = {"model_name_or_path": f"{folder}/model", "output_dir": f"{folder}/play", "resume": None}
     args = tyro.cli(Args, default=Args(**saved | own), args=flags, description=__doc__)
     if args.prompt is not None:

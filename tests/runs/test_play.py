@@ -179,3 +179,13 @@ def test_a_wrong_folder(monkeypatch, capsys, tmp_path):
     with pytest.raises(SystemExit) as end:
         play_script.main([str(tmp_path), "--max-turns", "0"])
     assert end.value.code == 2
+
+
+def test_the_folder_of_a_cold_start(capsys, tmp_path):
+    """It has a model, but neither tools nor tasks."""
+    (tmp_path / "args.json").write_text(json.dumps({"args": {"num_samples": 4}, "script": "sft"}))
+    with pytest.raises(SystemExit) as end:
+        play_script.main([str(tmp_path)])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert f"{tmp_path} is a run of sft.py" in said and f"--model-name-or-path {tmp_path}" in said
