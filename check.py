@@ -1096,6 +1096,8 @@ def check_kept_rows(x):
             why = Counter(example.reason for example in left_out).most_common(1)[0][0]
             kind, template = "training" if split == "train" else split, x.flag("prompt_template")
             hint = f"; --prompt-template: {template!r}" if x.kind in ("grpo", "tools") else ""
+            if "--max-prompt-length" in why:
+                why += f"; the shortest has {min(len(example.ids) for example in examples if example.ids)}"
             yield error(f"{name}: no {kind} row can be used: {why}. Columns: {listed(x.columns)}{hint}")
         for reason in dict.fromkeys(example.reason for example in left_out):
             alike = [example for example in left_out if example.reason == reason]

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 
 import datasets
 import pytest
@@ -122,6 +123,16 @@ def test_splits_of_another_name(scripts, small, tmp_path, monkeypatch):
 
 
 # ---- Rows --------------------------------------------------------------------------------------------------
+
+
+def test_all_prompts_are_too_long(look):
+    """By how much? The tools and the template count, which the user did not write."""
+    long, longer = (dict(prompt="a " * count, completion="b") for count in (70, 90))
+    test = posts_of("test", 5)
+    found = look("rloo_tldr", dict(max_prompt_length=60), train_jsonl=[longer, long], test_jsonl=test)
+    [said] = [text for text in texts(found) if "no training row can be used" in text]
+    [number] = re.findall(r"--max-prompt-length 60 tokens; the shortest has (\d+)", said)
+    assert 60 < int(number) < 90
 
 
 def test_rows_that_are_left_out(look):
