@@ -815,7 +815,7 @@ def functions_of(x, flag):
 
 
 def models_of(x):
-    """The models that the flags name and the run loads. -> dict: flag -> name"""
+    """The models of the flags, but for what --judge-url and --reward-fn replace. -> dict: flag -> name"""
     models = {flag: x.flag(flag) for flag in MODEL_FLAGS if x.flag(flag)}
     if x.flag("judge_url") is not None:
         models.pop("judge_model", None)  # the name of a model on a server
@@ -1416,7 +1416,8 @@ def check_begun_answers(x):
 
 
 def check_template_options(x):
-    """Jinja ignores a variable that the template does not have, and transformers sets some itself."""
+    """Jinja ignores a variable that the template does not have, and transformers sets some itself. Of several
+    templates in a dict, the script would make one text."""
     if not x.flag("chat_template_kwargs"):
         return
     try:
@@ -1425,8 +1426,11 @@ def check_template_options(x):
         yield error(f"--chat-template-kwargs is not JSON ({problem}): {x.args.chat_template_kwargs}")
         return
     tokenizer = x.tokenizer_of(x.tokenizer_name)
+    if isinstance(tokenizer.chat_template, dict):
+        yield error(f"--chat-template-kwargs: {x.tokenizer_name} has several chat templates; keep one")
+        return
     passed = {"messages", "tools", "documents", "add_generation_prompt", *tokenizer.special_tokens_map}
-    template = str(tokenizer.chat_template or "")
+    template = tokenizer.chat_template or ""
     for name in options:
         if name in passed or not re.search(rf"\b{name}\b", template):
             yield error(f"--chat-template-kwargs: the chat template has no option {name}")

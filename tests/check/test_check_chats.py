@@ -197,6 +197,14 @@ def test_options_that_the_template_does_not_have(look, options):
     assert any("has no option" in text for text in texts(found)), texts(found)
 
 
+def test_options_of_several_templates(look):
+    """The script would make one text of them, and prompts would have its braces."""
+    template = CHATML + "{% if enable_thinking %}<think>{% endif %}"
+    templates = dict(default=template, tool_use=template)
+    found = look("grpo_math", tasks(), template=templates, chat_template_kwargs='{"enable_thinking": true}')
+    assert any("has several chat templates" in text for text in texts(found)), texts(found)
+
+
 def test_options_that_are_not_json(look):
     found = look("grpo_math", tasks(), chat_template_kwargs="{enable_thinking: false}")
     assert any("--chat-template-kwargs is not JSON" in text for text in texts(found)), texts(found)

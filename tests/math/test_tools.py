@@ -561,7 +561,7 @@ def test_an_environment_is_left_after_a_call_that_hangs():
     assert results[0] == "error: no result after 0.1 seconds" and results[1].startswith("error: TimeoutError")
     assert x.ask("get_reward").result() is None
     time.sleep(0.5)
-    assert made == ["wait"] and (x.num_failures, x.num_timeouts) == (2, 1)
+    assert made == ["wait"] and (x.num_failures, x.num_errors, x.num_timeouts) == (2, 0, 1)
 
 
 # ---- The loop over turns -----------------------------------------------------------------------------------
