@@ -880,6 +880,9 @@ def check_adapters(x):
         adapter = adapter_in(x, name)
         if adapter is None:
             continue
+        if not adapter.get("base_model_name_or_path"):
+            yield error(f"{flag_name(flag)} {name}: adapter_config.json does not name the model it belongs to")
+            continue
         task = adapter.get("task_type")
         kind = "SequenceClassification" if task == "SEQ_CLS" else "CausalLM"
         is_policy = flag in ("model_name_or_path", "sft_model_path") and x.kind != "reward_model"
