@@ -881,7 +881,7 @@ def check_adapters(x):
         if adapter is None:
             continue
         if not adapter.get("base_model_name_or_path"):
-            yield error(f"{flag_name(flag)} {name}: adapter_config.json does not name the model it belongs to")
+            yield error(f"{flag_name(flag)} {name}: adapter_config.json does not name its base model")
             continue
         task = adapter.get("task_type")
         kind = "SequenceClassification" if task == "SEQ_CLS" else "CausalLM"

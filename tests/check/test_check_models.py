@@ -137,7 +137,7 @@ def test_an_adapter_that_does_not_name_its_base(scripts, small, tiny_lm, tmp_pat
     for name in ("sft", "ppo_sentiment", "grpo_math"):
         found = findings(scripts[name], small(name, model_name_or_path=str(folder)))
         errors = [finding.text for finding in found if finding.kind == "error"]
-        assert len(errors) == 1 and "does not name the model it belongs to" in errors[0], errors
+        assert len(errors) == 1 and "does not name its base model" in errors[0], errors
 
 
 def test_no_weights_are_loaded(scripts, small, monkeypatch):
