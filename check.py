@@ -1192,6 +1192,8 @@ def template_columns(x):
 def check_unread_columns(x):
     """A column that nobody reads: an instruction, a system prompt or a label that does not count."""
     unread = {*x.columns} - read_by_script(x)
+    if x.kind == "sft" and chats_of(x):
+        unread.discard("tools")  # the template's
     for function in reward_callables(x):
         names = inspect.signature(function).parameters
         named = {name for name, p in names.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
@@ -2242,21 +2244,29 @@ def reference_of(row):
 
 def scorers(x):
     """The script's own calls of the reward functions. -> dict: flag -> function of (rows, responses)"""
-    script, cpu = x.script, torch.device("cpu")
+    cpu = torch.device("cpu")
     state = transformers.TrainerState(max_steps=10, global_step=0)
     made = {}
     for flag, names in scored_names(x).items():
         if x.kind == "tools":
-            functions = load_listing(script.load_functions, x.args.reward_fn or [])
+            functions = load_listing(x, x.args.reward_fn or [])
             made[flag] = partial(score_tools, x, (functions, state, cpu))
             continue
-        made[flag] = partial(score_texts, x, (load_listing(script.load_functions, names), state, cpu))
+        made[flag] = partial(score_texts, x, (load_listing(x, names), state, cpu))
     return made
 
 
-def load_listing(load_functions, names):
+def load_listing(x, names):
     """The functions, which now raise if they return a mapping (list() takes its keys), a set or a text."""
-    functions = load_functions(names)
+    functions = {}
+    for name in names:
+        try:
+            functions |= x.script.load_functions([name])
+        except (Exception, SystemExit) as problem:
+            if any(check_paths(x)) or any(check_functions(x)):
+                raise  # these say why
+            line = f"{type(problem).__name__}: {short(str(problem), 150)}"
+            raise Fault(f"{name} cannot be imported: {line}") from problem
     return {name: lists_only(name, function) for name, function in functions.items()}
 
 
@@ -2517,7 +2527,7 @@ def check_judge_of_dpo(x):
         return
     responses = [reference_of(row) or row.get("chosen") or " A short text." for row in rows]
     with own_modules(), quiet():
-        [judge] = load_listing(x.script.load_functions, [x.args.judge_fn]).values()
+        [judge] = load_listing(x, [x.args.judge_fn]).values()
         inputs = dict(prompts=[row["prompt"] for row in rows], completions=responses)
         failure = failure_of(lambda *unused: {"judge": list(map(float, judge(**inputs)))}, rows, responses)
     if failure is not None:
@@ -3036,7 +3046,7 @@ def find(x, checks=None):
 
 
 def run(check, x):
-    """The findings of one check. What it cannot look at is no fault, unless the user's files are."""
+    """The findings of one check. A failure of the check is none, unless it is the user's to fix."""
     found = []
     try:
         for finding in check(x):
@@ -3045,7 +3055,7 @@ def run(check, x):
         found.append(error(str(problem)))
     except NotChecked as problem:
         found.append(Finding("not checked", str(problem)))
-    except Exception as problem:
+    except (Exception, SystemExit) as problem:
         what = check.__name__.removeprefix("check_").replace("_", " ")
         found.append(Finding("not checked", f"{what} ({type(problem).__name__}: {short(str(problem), 150)})"))
     return found
@@ -3078,7 +3088,7 @@ class Screen:
         try:
             for line in show(x):
                 self.console.print(line)
-        except (Exception, x.script.UserError) as problem:
+        except (Exception, SystemExit, x.script.UserError) as problem:
             why = short(str(problem) or type(problem).__name__, 300)
             self.console.print(Text(f"not shown: {why}", "dim"))
 

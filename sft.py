@@ -383,7 +383,7 @@ def generator_for(seed, *purpose):
 def load_documents(examples, tokenizer, args):
     """The documents of a data set, cut to max_length; and a summary of what was left out or cut.
 
-    A document that is cut loses its EOS, because it does not end there. -> list of (ids, labels), str
+    No EOS is put at a cut, because the document does not end there. -> list of (ids, labels), str
     """
     documents, counts = [], Counter()
     for example in examples:

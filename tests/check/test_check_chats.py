@@ -125,6 +125,14 @@ def test_columns_beside_a_chat(look, name, column, value):
     assert any(column in text for text in texts(found)), texts(found)
 
 
+@pytest.mark.parametrize("row, is_read", [(dict(messages=chat("Q", "A")), True), (dict(text="Q"), False)])
+def test_who_reads_the_column_tools(look, row, is_read):
+    """The template does, to which sft.py gives the tools of a chat. Beside a text, nobody does."""
+    found = look("sft", [row | dict(tools=[dict(name="f")])] * 9, "{{ tools }}" + CHATML)
+    assert texts(found) == []
+    assert any("nobody reads these columns" in text for text in texts(found, "remark")) != is_read
+
+
 @pytest.mark.parametrize("roles", [("human", "gpt"), ("User", "Assistant")])
 def test_roles_of_another_format(look, roles):
     """Nothing would be learned."""

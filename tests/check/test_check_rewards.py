@@ -68,6 +68,15 @@ def test_wrong_rewards(look, tmp_path, body, word):
     assert_only(look(tasks(12), reward_fn=reward_file(tmp_path, body)), "cannot score", word)
 
 
+@pytest.mark.parametrize("is_quick", [False, True])
+@pytest.mark.parametrize("line", ["f(", "import no_such_package", "raise SystemExit(0)"])
+def test_a_file_that_cannot_be_imported(look, tmp_path, line, is_quick):
+    """SystemExit: a program without `if __name__ == "__main__"`. It must not end check.py."""
+    (tmp_path / "program.py").write_text(f"def reward(prompts, **columns):\n    return [1.0]\n\n\n{line}\n")
+    found = look(tasks(6), is_quick=is_quick, reward_fn=[f"{tmp_path}/program.py:reward"])
+    assert_only(found, "program.py:reward cannot be imported")
+
+
 def test_one_of_two_functions_may_not_apply(look, tmp_path):
     """As long as the other one does."""
     none = reward_file(tmp_path, "return [None] * len(prompts)", "none")
