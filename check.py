@@ -22,6 +22,7 @@ import ast
 import contextlib
 import copy
 import csv
+import datetime
 import gzip
 import importlib
 import importlib.util
@@ -46,6 +47,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
+from unittest import mock
 
 import accelerate
 import torch
@@ -817,7 +819,7 @@ def functions_of(x, flag):
 
 
 def models_of(x):
-    """The models that the flags name and the run loads. -> dict: flag -> name"""
+    """The models of the flags, but for what --judge-url and --reward-fn replace. -> dict: flag -> name"""
     models = {flag: x.flag(flag) for flag in MODEL_FLAGS if x.flag(flag)}
     if x.flag("judge_url") is not None:
         models.pop("judge_model", None)  # the name of a model on a server
@@ -881,6 +883,9 @@ def check_adapters(x):
     for flag, name in models_of(x).items():
         adapter = adapter_in(x, name)
         if adapter is None:
+            continue
+        if not adapter.get("base_model_name_or_path"):
+            yield error(f"{flag_name(flag)} {name}: adapter_config.json does not name its base model")
             continue
         task = adapter.get("task_type")
         kind = "SequenceClassification" if task == "SEQ_CLS" else "CausalLM"
@@ -1098,6 +1103,8 @@ def check_kept_rows(x):
             why = Counter(example.reason for example in left_out).most_common(1)[0][0]
             kind, template = "training" if split == "train" else split, x.flag("prompt_template")
             hint = f"; --prompt-template: {template!r}" if x.kind in ("grpo", "tools") else ""
+            if "--max-prompt-length" in why:
+                why += f"; the shortest has {min(len(example.ids) for example in examples if example.ids)}"
             yield error(f"{name}: no {kind} row can be used: {why}. Columns: {listed(x.columns)}{hint}")
         for reason in dict.fromkeys(example.reason for example in left_out):
             alike = [example for example in left_out if example.reason == reason]
@@ -1113,17 +1120,19 @@ def check_held_out(x):
     if x.is_rl and len(x.held_out) < x.world:
         yield error(f"{x.world} processes need as many held-out prompts; there are {len(x.held_out)}")
     key = next((name for name in ("prompt", "text", "messages") if name in x.columns), None)
-    if key is None:
-        key_of, what = repr, "row"
+    if key is None or x.flag("environment"):  # whose tasks differ in other columns
+        key = None
+        key_of, have, what = repr, "are", ""
     else:
-        key_of, what = lambda row: repr(row.get(key)), f"value in the column {key}"
+        key_of, what = lambda row: repr(row.get(key)), f": value in the column {key}"
+        have = f"have a value in the column {key} that is"
     train, held_out = {key_of(row) for row in x.train}, [key_of(row) for row in x.held_out]
     both = [row for row in x.held_out if key_of(row) in train]
     if both:
         count = f"{len(both)} of {len(x.held_out)} held-out rows"
-        yield remark(f"{count} have a {what} that is also in train, such as {x.place(both[0])}")
+        yield remark(f"{count} {have} also in train, such as {x.place(both[0])}")
     if len({*held_out}) < len(held_out):
-        yield remark(f"the {len(held_out)} held-out rows have only {len({*held_out})} different ones: {what}")
+        yield remark(f"the {len(held_out)} held-out rows have only {len({*held_out})} different ones{what}")
     rows = Counter(map(repr, x.train))
     num_seen = sum(repr(row) in rows for row in x.held_out)
     if num_seen and key is not None:  # not only the same prompts
@@ -1187,6 +1196,8 @@ def template_columns(x):
 def check_unread_columns(x):
     """A column that nobody reads: an instruction, a system prompt or a label that does not count."""
     unread = {*x.columns} - read_by_script(x)
+    if x.kind == "sft" and chats_of(x):
+        unread.discard("tools")  # the template's
     for function in reward_callables(x):
         names = inspect.signature(function).parameters
         named = {name for name, p in names.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
@@ -1380,6 +1391,21 @@ def check_calls(x):
             if problem not in seen:
                 seen.add(problem)
                 yield error(f"{x.place(row)}, column {column}: {problem}")
+    for row, _, chat in with_calls if x.kind == "sft" else []:
+        told = " ".join(str(message.get("content")) for message in chat if message.get("role") != "assistant")
+        unknown = sorted(name for name in called(chat) if name not in told)
+        if unknown and not row.get("tools"):
+            yield remark(
+                f"{x.place(row)} calls {listed(unknown)}, and has no column tools: its prompt lacks what the "
+                "template writes about tools, which a prompt of grpo_tools.py has"
+            )
+            return
+
+
+def called(chat):
+    """The names of the functions that a chat calls. -> set"""
+    calls = [call for message in chat for call in message.get("tool_calls") or []]
+    return {str(call.get("function", call).get("name")) for call in calls}
 
 
 def with_loaded_arguments(message):
@@ -1425,7 +1451,8 @@ def check_begun_answers(x):
 
 
 def check_template_options(x):
-    """Jinja ignores a variable that the template does not have, and transformers sets some itself."""
+    """Jinja ignores a variable that the template does not have, and transformers sets some itself. Of several
+    templates in a dict, the script would make one text."""
     if not x.flag("chat_template_kwargs"):
         return
     try:
@@ -1435,14 +1462,29 @@ def check_template_options(x):
         return
     tokenizer = x.tokenizer_of(x.tokenizer_name)
     if isinstance(tokenizer.chat_template, dict):
-        names = listed(tokenizer.chat_template)
-        yield error(f"--chat-template-kwargs: the tokenizer has several chat templates ({names}): keep one")
+        yield error(f"--chat-template-kwargs: {x.tokenizer_name} has several chat templates; keep one")
         return
     passed = {"messages", "tools", "documents", "add_generation_prompt", *tokenizer.special_tokens_map}
-    template = str(tokenizer.chat_template or "")
+    template = tokenizer.chat_template or ""
     for name in options:
         if name in passed or not re.search(rf"\b{name}\b", template):
             yield error(f"--chat-template-kwargs: the chat template has no option {name}")
+
+
+def check_date(x):
+    """A chat template that writes today's date (Llama 3.1): from tomorrow on, all prompts are others."""
+    if not x.tokenizer.chat_template or not (x.kind in ("grpo", "tools") or chats_of(x)):
+        return
+    chat = [{"role": "user", "content": "x"}]
+    clock = mock.Mock(now=lambda: datetime.datetime(2001, 2, 3))
+    with mock.patch.object(transformers.utils.chat_template_utils, "datetime", clock):
+        other_day = rendered(x, {}, chat)
+    if other_day != rendered(x, {}, chat):
+        yield remark(
+            "the chat template writes today's date; prompts change from day to day, also in a resumed run. "
+            "If the template has an option for it, set it: "
+            """--chat-template-kwargs '{"date_string": "26 Jul 2024"}'"""
+        )
 
 
 def check_learned_answers(x):
@@ -1453,7 +1495,7 @@ def check_learned_answers(x):
     first = None
     for example in x.examples("train"):
         messages = example.row.get("messages") or chat_of_completion(example.row)
-        if not is_messages(messages) or not example.is_kept:
+        if not is_messages(messages) or not example.is_kept or example.note:  # a cut is reported by itself
             continue
         answers = sum(message.get("role") == "assistant" for message in messages)
         learned = sum(
@@ -2248,21 +2290,29 @@ def reference_of(row):
 
 def scorers(x):
     """The script's own calls of the reward functions. -> dict: flag -> function of (rows, responses)"""
-    script, cpu = x.script, torch.device("cpu")
+    cpu = torch.device("cpu")
     state = transformers.TrainerState(max_steps=10, global_step=0)
     made = {}
     for flag, names in scored_names(x).items():
         if x.kind == "tools":
-            functions = load_listing(script.load_functions, x.args.reward_fn or [])
+            functions = load_listing(x, x.args.reward_fn or [])
             made[flag] = partial(score_tools, x, (functions, state, cpu))
             continue
-        made[flag] = partial(score_texts, x, (load_listing(script.load_functions, names), state, cpu))
+        made[flag] = partial(score_texts, x, (load_listing(x, names), state, cpu))
     return made
 
 
-def load_listing(load_functions, names):
+def load_listing(x, names):
     """The functions, which now raise if they return a mapping (list() takes its keys), a set or a text."""
-    functions = load_functions(names)
+    functions = {}
+    for name in names:
+        try:
+            functions |= x.script.load_functions([name])
+        except (Exception, SystemExit) as problem:
+            if any(check_paths(x)) or any(check_functions(x)):
+                raise  # these say why
+            line = f"{type(problem).__name__}: {short(str(problem), 150)}"
+            raise Fault(f"{name} cannot be imported: {line}") from problem
     return {name: lists_only(name, function) for name, function in functions.items()}
 
 
@@ -2560,7 +2610,7 @@ def check_judge_of_dpo(x):
         return
     responses = [reference_of(row) or row.get("chosen") or " A short text." for row in rows]
     with own_modules(), quiet():
-        [judge] = load_listing(x.script.load_functions, [x.args.judge_fn]).values()
+        [judge] = load_listing(x, [x.args.judge_fn]).values()
         inputs = dict(prompts=[row["prompt"] for row in rows], completions=responses)
         failure = failure_of(lambda *unused: {"judge": list(map(float, judge(**inputs)))}, rows, responses)
     if failure is not None:
@@ -2636,8 +2686,11 @@ def check_tools(x):
             functions |= methods
     for name, function in functions.items():
         yield from check_tool(name, function)
-    if not functions:
-        yield error("there is no tool: name --tools FILE.py:function, or --environment FILE.py:Class")
+    if not functions and not (x.args.environment and hasattr(environment_class(x), "reply")):
+        yield error(
+            "there is no tool: name --tools FILE.py:function, or an --environment FILE.py:Class with a "
+            "public method or reply"
+        )
     rewards_itself = x.args.environment and hasattr(environment_class(x), "get_reward")
     if not x.flag("reward_fn") and not rewards_itself:
         yield error("there is no reward: name --reward-fn, or give the environment a method get_reward")
@@ -2685,7 +2738,7 @@ def method_faults(name, function):
     elif name != "close" and inspect.isfunction(function) and returns_nothing(function):
         names = function.__code__.co_names
         if names and "NotImplementedError" not in names:
-            yield error(f"--environment: {name} returns nothing, which counts as None: return its result")
+            yield error(f"--environment: {name}() returns nothing, which counts as None: return its result")
 
 
 SIGNALS = ("signal.alarm", "signal.setitimer", "signal.signal")
@@ -2853,15 +2906,17 @@ def check_environment(x):
     functions = [schema["function"] for schema in schemas]
     with own_modules(), quiet():
         one, other, twin = (x.script.Trajectory({"columns": rows[i]}, None) for i in (0, -1, 0))
-        texts = start_tools([one])
+        texts = {"reset": start_tools([one])[0]}
         for name in x.script.OWN_METHODS:
             if not callable(getattr(one.environment, name, callable)):
                 raise Fault(
                     f"--environment: the script calls {name}(), but reset sets it to a value: rename it"
                 )
         before = shared_values(one)
-        texts += start_tools([other])
+        began = [texts["reset"], *start_tools([other])]
         changed = changes(before, one)
+        jobs = {call: other.ask(*call) for call in (("reply", ""), ("reply", "a"), ("is_over",))}
+        done = {call: job for call, job in jobs.items() if job.is_done.wait(QUICK_SECONDS)}
         start_tools([twin])
         start = time.time()
         calls, verdict = calls_with(x, one, functions)
@@ -2875,7 +2930,16 @@ def check_environment(x):
     # The same calls lead to something else, and not because of random numbers.
     is_seen = again and (answers(calls), verdict) != (answers(again), verdict_again)
     is_seen = is_seen and alone is not None and answers(alone[0]) == answers(calls)
-    yield from start_faults(x, texts)
+    for (name, *inputs), job in done.items():
+        if job.error is not None:
+            text = f"{type(job.error).__name__}: {short(str(job.error), 150)}"
+            yield error(f"--environment: {name}({', '.join(map(repr, inputs))}) ends the run: {text}")
+        elif name == "reply":
+            texts[name] = job.returned
+    for name, text in texts.items():
+        if not isinstance(text, str | None):
+            yield error(f"--environment: {name} returned {short(repr(text))}: return a text, or None")
+    yield from start_faults(x, [text for text in began if isinstance(text, str)])
     if verdict and (isinstance(verdict[0], str) or callable(verdict[0])):
         yield error(f"--environment: is_over returns {short(repr(verdict[0]))}: it must be True or False")
     for name, place in changed.items():
@@ -2922,12 +2986,7 @@ def answers(calls):
 
 
 def start_faults(x, texts):
-    """What reset returns is the beginning of a task: a text, of which nothing should be cut off."""
-    for text in texts:
-        if text is not None and not isinstance(text, str):
-            kind = type(text).__name__
-            yield error(f"--environment: reset returns a {kind}: {short(text)}. It must be a text, or None")
-            return
+    """What reset returns is the beginning of a task: nothing of it should be cut off."""
     lengths = [len(x.tokenizer(text, add_special_tokens=False).input_ids) for text in texts if text]
     if max(lengths, default=0) > x.args.max_tool_tokens:
         yield error(
@@ -3315,7 +3374,7 @@ CHECKS = [
         check_calls,
         check_columns_of_one_row,
     ),
-    *(check_begun_answers, check_preferences, check_shuffled, check_completions, check_labels),
+    *(check_begun_answers, check_date, check_preferences, check_shuffled, check_completions, check_labels),
     *(check_dialogs, check_kept_rows, check_two_bos),
     *(check_held_out, check_amount, check_blank_values, check_unread_columns, check_learned_answers),
     *(check_end_of_answers, check_control_tokens, check_vocabulary, check_stop_tokens, check_from_config),
@@ -3326,7 +3385,7 @@ CHECKS = [
 # What yields only remarks, so errors() leaves it out.
 ONLY_REMARKS = (
     *(check_flags_without_effect, check_amount, check_blank_values, check_unread_columns),
-    *(check_learned_answers, check_end_of_answers, check_control_tokens, check_shuffled),
+    *(check_learned_answers, check_end_of_answers, check_control_tokens, check_shuffled, check_date),
 )
 
 
@@ -3346,7 +3405,7 @@ def find(x, checks=None):
 
 
 def run(check, x):
-    """The findings of one check. What it cannot look at is no fault, unless the user's files are."""
+    """The findings of one check. A failure of the check is none, unless it is the user's to fix."""
     found = []
     try:
         for finding in check(x):
@@ -3355,7 +3414,7 @@ def run(check, x):
         found.append(error(str(problem)))
     except NotChecked as problem:
         found.append(Finding("not checked", str(problem)))
-    except Exception as problem:
+    except (Exception, SystemExit) as problem:
         what = check.__name__.removeprefix("check_").replace("_", " ")
         found.append(Finding("not checked", f"{what} ({type(problem).__name__}: {short(str(problem), 150)})"))
     return found
@@ -3388,7 +3447,7 @@ class Screen:
         try:
             for line in show(x):
                 self.console.print(line)
-        except (Exception, x.script.UserError) as problem:
+        except (Exception, SystemExit, x.script.UserError) as problem:
             why = short(str(problem) or type(problem).__name__, 300)
             self.console.print(Text(f"not shown: {why}", "dim"))
 
@@ -3556,6 +3615,14 @@ def show_tools(x):
     yield "what follows a call, with the result 72 (the policy writes none of it):"
     ids = turn_format.after_turn([result_of("72")])
     yield marked(x.tokenizer, ids, special_ids(x.tokenizer), None)
+    example = next(example for example in x.examples("train") if example.is_kept)
+    with own_modules(), quiet():
+        [text] = x.tools[0]([x.script.Trajectory({"columns": example.row}, None)])
+    if text:
+        *earlier, last = example.prompt
+        ids = turn_format.prompt_ids([*earlier, last | {"content": last["content"] + text}])
+        yield f"{x.place(example.row)}, the prompt with what reset says, {len(ids)} tokens:"
+        yield marked(x.tokenizer, ids, special_ids(x.tokenizer), None)
 
 
 def show_model(x):

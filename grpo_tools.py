@@ -874,7 +874,7 @@ def load_tools(args):
     schemas = []
     for name, tool in tools_of(make_environment()).items():
         schemas.append(transformers.utils.get_json_schema(tool))
-        schemas[-1]["function"]["name"] = name  # the flag's, which a decorator may have hidden
+        schemas[-1]["function"]["name"] = name  # the flag's, or the method's: a decorator may have hidden it
     return start_tools, schemas
 
 
@@ -895,7 +895,7 @@ class TurnFormat:
         self.end, *_ = self.ids_after_text([{"role": "tool", "content": "x"}])
         # Texts that would become control tokens if a tool wrote them.
         added = [(token.content, token.special) for token in tokenizer.added_tokens_decoder.values()]
-        control = [text for text, is_special in added if is_special or text in tokenizer.chat_template]
+        control = [text for text, is_special in added if is_special or text in str(tokenizer.chat_template)]
         self.control = re.compile("|".join(re.escape(text) for text in control if text.strip()))
 
     def read_turn(self, tokens):
@@ -2080,8 +2080,8 @@ class Run:
         return state
 
     def on_signal(self, number, frame):
-        """Finish the update, save, and stop. The same signal again stops at once."""
-        # A terminal that is closed sends SIGHUP more than once.
+        """Finish the update, save, and stop. The same signal again stops at once, unless it is SIGHUP."""
+        # A terminal that is closed may send SIGHUP more than once.
         signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
         self.got_signal = True  # only noted, because a signal may come at any moment
 

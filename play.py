@@ -44,7 +44,13 @@ class Args(grpo_tools.Args):
 
 def parse_args(folder, flags):
     """The flags of the run, with the model that it trained, then those of the command line. -> Args"""
-    saved = json.loads(Path(folder, "args.json").read_text())["args"]
+    about = json.loads(Path(folder, "args.json").read_text())
+    if about.get("script", "play") not in ("grpo_tools", "play"):
+        raise grpo_tools.UserError(
+            f"{folder} is a run of {about['script']}.py: name one of grpo_tools.py, and --model-name-or-path "
+            f"{folder}"
+        )
+    saved = about["args"]
     own = {"model_name_or_path": f"{folder}/model", "output_dir": f"{folder}/play", "resume": None}
     args = tyro.cli(Args, default=Args(**saved | own), args=flags, description=__doc__)
     if args.prompt is not None:
@@ -129,7 +135,7 @@ def game_of(record, x):
 
 def turns_table(number, game):
     """The turns of a trajectory, for the screen."""
-    rewards = "  ".join(f"{name} {x}" for name, x in game.items() if name.startswith("rewards/"))
+    rewards = "  ".join(f"{name} {x:g}" for name, x in game.items() if name.startswith("rewards/"))
     counts = f"turns {game['turns']}, calls {game['calls']}, failed {game['failures']}"
     title = f"task {number}: ended: {game['end']}; {counts}  {rewards}"
     table = Table("role", "text", title=Text(title), title_justify="left", show_lines=True)
@@ -166,7 +172,8 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     try:
         if not argv or not Path(argv[0], "args.json").exists():
-            raise grpo_tools.UserError("name the folder of a run: python play.py RUN_FOLDER")
+            found = f"{argv[0]} is none" if argv else "there is none"
+            raise grpo_tools.UserError(f"name the folder of a run ({found}): python play.py RUN_FOLDER")
         args = parse_args(argv[0], argv[1:])
         checks = [check.check_numbers, check.check_paths, check.check_reward_weights]
         checks += [check.check_template_options] + [check.check_chat_texts] * (args.tasks is not None)

@@ -909,7 +909,7 @@ def resolve_path(name):
 def load_model(auto_class, name, new_head=False, **kwargs):
     """A model in fp32 without dropout. Some kinds of layers are replaced by faster equivalents.
 
-    new_head: only the head may be missing from the checkpoint.
+    new_head: only the head and BERT's pooler may be missing from the checkpoint.
     """
     path = resolve_path(name)
     if transformers.utils.peft_utils.find_adapter_config_file(path) is not None:
@@ -1310,8 +1310,8 @@ class Run:
         return state
 
     def on_signal(self, number, frame):
-        """Finish the update, save, and stop. The same signal again stops at once."""
-        # A terminal that is closed sends SIGHUP more than once.
+        """Finish the update, save, and stop. The same signal again stops at once, unless it is SIGHUP."""
+        # A terminal that is closed may send SIGHUP more than once.
         signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
         self.got_signal = True  # only noted, because a signal may come at any moment
 

@@ -383,7 +383,7 @@ def generator_for(seed, *purpose):
 def load_documents(examples, tokenizer, args):
     """The documents of a data set, cut to max_length; and a summary of what was left out or cut.
 
-    A document that is cut loses its EOS, because it does not end there. -> list of (ids, labels), str
+    No EOS is put at a cut, because the document does not end there. -> list of (ids, labels), str
     """
     documents, counts = [], Counter()
     for example in examples:
@@ -1131,8 +1131,8 @@ class Run:
         return state
 
     def on_signal(self, number, frame):
-        """Finish the update, save, and stop. The same signal again stops at once."""
-        # A terminal that is closed sends SIGHUP more than once.
+        """Finish the update, save, and stop. The same signal again stops at once, unless it is SIGHUP."""
+        # A terminal that is closed may send SIGHUP more than once.
         signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
         self.got_signal = True  # only noted, because a signal may come at any moment
 

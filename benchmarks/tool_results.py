@@ -1,5 +1,5 @@
-"""The tables of docs/grpo_tools.md: before and after in three seeds, why wrong trajectories are wrong, and how far
-the policy that guesses numbers is from the best one.
+"""Tables of docs/grpo_tools.md: before and after in three seeds, why wrong trajectories are wrong, how those with a
+result end, and how far the policy that guesses numbers is from the best one.
 
 python benchmarks/tool_results.py
 """

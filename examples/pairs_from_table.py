@@ -11,7 +11,7 @@ from pathlib import Path
 QUESTION, A, B, WINNER = "question", "a", "b", "winner"  # columns of the table
 
 table, folder = sys.argv[1], Path(sys.argv[2])
-reader = csv.DictReader(open(table, newline="", encoding="utf-8-sig"))  # -sig: a file from Excel, too
+reader = csv.DictReader(open(table, newline="", encoding="utf-8-sig"))  # -sig: also Excel's CSV UTF-8
 pairs, num_ties, num_empty = [], 0, 0
 for row in reader:
     question, a, b, winner = ((row[column] or "").strip() for column in (QUESTION, A, B, WINNER))

@@ -125,6 +125,14 @@ def test_columns_beside_a_chat(look, name, column, value):
     assert any(column in text for text in texts(found)), texts(found)
 
 
+@pytest.mark.parametrize("row, is_read", [(dict(messages=chat("Q", "A")), True), (dict(text="Q"), False)])
+def test_who_reads_the_column_tools(look, row, is_read):
+    """The template does, to which sft.py gives the tools of a chat. Beside a text, nobody does."""
+    found = look("sft", [row | dict(tools=[dict(name="f")])] * 9, "{{ tools }}" + CHATML)
+    assert texts(found) == []
+    assert any("nobody reads these columns" in text for text in texts(found, "remark")) != is_read
+
+
 @pytest.mark.parametrize("roles", [("human", "gpt"), ("User", "Assistant")])
 def test_roles_of_another_format(look, roles):
     """Nothing would be learned."""
@@ -197,6 +205,23 @@ def test_options_that_the_template_does_not_have(look, options):
     assert any("has no option" in text for text in texts(found)), texts(found)
 
 
+def test_options_of_several_templates(look):
+    """The script would make one text of them, and prompts would have its braces."""
+    template = CHATML + "{% if enable_thinking %}<think>{% endif %}"
+    templates = dict(default=template, tool_use=template)
+    found = look("grpo_math", tasks(), template=templates, chat_template_kwargs='{"enable_thinking": true}')
+    assert any("has several chat templates" in text for text in texts(found)), texts(found)
+
+
+@pytest.mark.parametrize("options, is_said", [(None, True), ('{"date_string": "26 Jul 2024"}', False)])
+def test_a_template_that_writes_the_date(look, options, is_said):
+    """As that of Llama 3.1, which has an option for a fixed one."""
+    template = "{{ date_string | default(strftime_now('%d %b %Y')) }}" + CHATML
+    found = look("grpo_math", tasks(), template=template, chat_template_kwargs=options)
+    remarks = [finding.text for finding in found if finding.kind == "remark"]
+    assert any("writes today's date" in text for text in remarks) == is_said, remarks
+
+
 def test_options_that_are_not_json(look):
     found = look("grpo_math", tasks(), chat_template_kwargs="{enable_thinking: false}")
     assert any("--chat-template-kwargs is not JSON" in text for text in texts(found)), texts(found)
@@ -210,6 +235,40 @@ def test_answers_that_are_not_learned(look):
     ] * 3
     found = look("sft", rows, template=ONLY_LAST_THOUGHT)
     assert_remark(found, "9 of 15 answers in chats are learned", "train.jsonl row 1")
+
+
+def test_answers_behind_the_cut(look):
+    """The cut is reported, and no fault of the template."""
+    rows = [dict(messages=chat("a?", "Yes.", "long " * 300, "No.")), *[dict(messages=chat("a?", "Yes."))] * 8]
+    found = look("sft", rows)
+    assert_remark(found, "1 of 9 train examples: cut to --max-length 128")
+    assert not any("answers in chats" in text for text in texts(found, "remark"))
+
+
+WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML.replace(
+    "m['content']", "(m['content'] or '') + ((m.tool_calls or '') | string)"
+)
+
+
+def calls_of(name, question="a?", **columns):
+    """A row of sft.py: a question and a call of the function with this name."""
+    call = dict(type="function", function=dict(name=name, arguments={}))
+    turn = dict(role=ASSISTANT, content="", tool_calls=[call])
+    return dict(messages=[dict(role=USER, content=question), turn]) | columns
+
+
+def test_calls_and_their_tools(look):
+    """sft.py gives the column tools to the template, so somebody reads it."""
+    tools = [dict(type="function", function=dict(name="f", description="x", parameters={}))]
+    found = look("sft", [calls_of("f", tools=tools)] * 9, template=WITH_TOOLS)
+    assert texts(found) == []
+    assert not any("tools" in text for text in texts(found, "remark")), found
+
+
+def test_calls_without_tools(look):
+    """The prompts of grpo_tools.py would have a part that these chats lack."""
+    rows = [calls_of("f", "You have f(). a?"), *[calls_of("f")] * 8]
+    assert_remark(look("sft", rows, template=WITH_TOOLS), "train.jsonl row 2", "calls f", "no column tools")
 
 
 def test_a_template_without_an_end(look):
@@ -474,28 +533,3 @@ def test_tools_that_a_system_message_hides(look, prompt):
     found = texts(look("grpo_tools", rows, shows + CHATML, **flags))
     word = "shows the tools (calculator) to a user alone, but not in a prompt with the roles system, user"
     assert any(word in text for text in found) == (prompt is not None), found
-
-
-@pytest.mark.parametrize("is_wrong", [True, False])
-def test_options_of_several_templates(look, is_wrong):
-    """Their names would become a part of the text."""
-    rows = [dict(messages=chat(f"{i}?", "5.")) for i in range(9)]
-    template = CHATML + "{{ thinks or '' }}"
-    templates = {"default": template, "tool_use": CHATML} if is_wrong else template
-    found = texts(look("sft", rows, templates, chat_template_kwargs='{"thinks": true}'))
-    word = "the tokenizer has several chat templates (default, tool_use): keep one"
-    assert any(word in text for text in found) == is_wrong, found
-
-
-@pytest.mark.parametrize("column", ["messages", "completion", "text"])
-def test_who_reads_the_column_tools(look, column):
-    """sft.py, beside a chat."""
-    template = CHATML + "{{ tools | string if tools else '' }}"
-    tool = dict(type="function", function=dict(name="f", description="f", parameters={}))
-    rows = [dict(messages=chat(f"{i}?", "5.")) for i in range(9)]
-    if column != "messages":
-        rows = tasks(completion=chat("5.", roles=(ASSISTANT, USER)))
-        rows = [dict(text="5.") if column == "text" else row for row in rows]
-    found = look("sft", [row | dict(tools=[tool]) for row in rows], template)
-    unread = [text for text in texts(found, "remark") if "nobody reads these columns" in text]
-    assert any("tools" in text for text in unread) == (column == "text"), found

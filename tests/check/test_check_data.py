@@ -2,11 +2,12 @@
 
 import gzip
 import json
+import re
 
 import datasets
 import pytest
 from check_helpers import assert_only, assert_remark, findings, texts
-from run_tools import posts_of, write_rows
+from run_tools import guesses, posts_of, write_rows
 
 pytest_plugins = ["run_fixtures"]
 LONG = "A warm and clever film about a lighthouse keeper who learns to dance. "
@@ -124,6 +125,16 @@ def test_splits_of_another_name(scripts, small, tmp_path, monkeypatch):
 # ---- Rows --------------------------------------------------------------------------------------------------
 
 
+def test_all_prompts_are_too_long(look):
+    """By how much? The tools and the template count, which the user did not write."""
+    long, longer = (dict(prompt="a " * count, completion="b") for count in (70, 90))
+    test = posts_of("test", 5)
+    found = look("rloo_tldr", dict(max_prompt_length=60), train_jsonl=[longer, long], test_jsonl=test)
+    [said] = [text for text in texts(found) if "no training row can be used" in text]
+    [number] = re.findall(r"--max-prompt-length 60 tokens; the shortest has (\d+)", said)
+    assert 60 < int(number) < 90
+
+
 def test_rows_that_are_left_out(look):
     """Each reason with its number and its first row."""
     rows = [
@@ -176,6 +187,19 @@ def test_repeated_held_out_prompts(look):
     test = posts_of("test", 4)
     found = look("rloo_tldr", train_jsonl=posts_of("train", 9), test_jsonl=test + test[:3])
     assert_remark(found, "the 7 held-out rows have only 4 different")
+
+
+def test_tasks_of_an_environment(look, tmp_path):
+    """Their prompts may be the same; the other columns make the difference."""
+    rows = [dict(prompt="Guess.", secret=secret) for secret in range(20)]
+    held_out = [*rows[8:10], *[dict(prompt="Guess.", secret=30)] * 2]
+    flags = {name: value for name, value in guesses(tmp_path).items() if name != "dataset_name"}
+    found = look("grpo_tools", flags, train_jsonl=rows[:9], test_jsonl=held_out)
+    about = [text for text in texts(found, "remark") if "held-out rows" in text]
+    assert about == [
+        "1 of 4 held-out rows are also in train, such as test.jsonl row 1",
+        "the 4 held-out rows have only 3 different ones",
+    ]
 
 
 def test_columns_that_nobody_reads(look, tmp_path):

@@ -125,6 +125,21 @@ def test_an_adapter_without_its_model(scripts, small, tiny_lm, tmp_path):
     assert any(words[0] in text for text in texts(found)), found
 
 
+def test_an_adapter_that_does_not_name_its_base(scripts, small, tiny_lm, tmp_path):
+    """Said in one line, not by a library that gets None for a path."""
+    folder = tmp_path / "adapter"
+    peft.get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tiny_lm()), peft.LoraConfig(r=2)
+    ).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_lm()).save_pretrained(folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": None}))
+    for name in ("sft", "ppo_sentiment", "grpo_math"):
+        found = findings(scripts[name], small(name, model_name_or_path=str(folder)))
+        errors = [finding.text for finding in found if finding.kind == "error"]
+        assert len(errors) == 1 and "does not name its base model" in errors[0], errors
+
+
 def test_no_weights_are_loaded(scripts, small, monkeypatch):
     """Looking takes seconds for any size."""
     for name in ("ppo_sentiment", "rloo_tldr", "grpo_tools"):

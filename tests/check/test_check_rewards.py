@@ -68,6 +68,15 @@ def test_wrong_rewards(look, tmp_path, body, word):
     assert_only(look(tasks(12), reward_fn=reward_file(tmp_path, body)), "cannot score", word)
 
 
+@pytest.mark.parametrize("is_quick", [False, True])
+@pytest.mark.parametrize("line", ["f(", "import no_such_package", "raise SystemExit(0)"])
+def test_a_file_that_cannot_be_imported(look, tmp_path, line, is_quick):
+    """SystemExit: a program without `if __name__ == "__main__"`. It must not end check.py."""
+    (tmp_path / "program.py").write_text(f"def reward(prompts, **columns):\n    return [1.0]\n\n\n{line}\n")
+    found = look(tasks(6), is_quick=is_quick, reward_fn=[f"{tmp_path}/program.py:reward"])
+    assert_only(found, "program.py:reward cannot be imported")
+
+
 def test_one_of_two_functions_may_not_apply(look, tmp_path):
     """As long as the other one does."""
     none = reward_file(tmp_path, "return [None] * len(prompts)", "none")
@@ -373,6 +382,17 @@ def test_no_tool_and_no_reward(scripts, small):
     assert any("there is no tool" in text for text in texts(found))
 
 
+@pytest.mark.parametrize("has_reply", [False, True])
+def test_an_environment_without_tools(scripts, small, tmp_path, has_reply):
+    """It may answer texts instead, as a user does."""
+    flags = guesses(tmp_path)
+    path = tmp_path / "guesses.py"
+    reply = "def reply(self, text):\n        return None\n\n    def _guess(" if has_reply else "def _guess("
+    path.write_text(path.read_text().replace("def guess(", reply))
+    errors = texts(findings(scripts["grpo_tools"], small("grpo_tools", **flags)))
+    assert len(errors) == (not has_reply) and all("public method or reply" in text for text in errors), errors
+
+
 def test_an_environment_without_a_reward(scripts, small, tmp_path):
     """Then there must be a function."""
     flags = guesses(tmp_path)
@@ -452,6 +472,36 @@ BROKEN = {  # old, new -> what is said
         "def get_reward(self):",
         "def get_reward(self):\n        signal.signal(1, 2)",
         "Guesses.get_reward calls signal.signal()",
+    ),
+}
+
+
+def begin_with(lines):
+    """Other lines of a method before those of get_reward."""
+    return "def get_reward(", f"{lines}\n\n    def get_reward("
+
+
+BROKEN |= {
+    "reset returns a chat": (
+        "self.random, self.guesses = random.Random(secret), []",
+        "self.random, self.guesses = random.Random(secret), []\n        return [{'content': 'Go.'}]",
+        "reset returned [{'content': 'Go.'}]: return a text, or None",
+    ),
+    "reply returns a number": (
+        *begin_with("def reply(self, text):\n        return len(text) or None"),
+        "reply returned 1: return a text, or None",
+    ),
+    "reply fails": (
+        *begin_with("def reply(self, text):\n        return str(int(text))"),
+        "reply('') ends the run: ValueError: invalid literal for int()",
+    ),
+    "is_over fails": (
+        *begin_with("def is_over(self):\n        return self.has_won"),
+        "is_over() ends the run: AttributeError: 'Guesses' object has no attribute 'has_won'",
+    ),
+    "is_over returns nothing": (
+        *begin_with("def is_over(self):\n        len(self.guesses) > 3"),
+        "is_over() returns nothing",
     ),
 }
 

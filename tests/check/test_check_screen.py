@@ -1,11 +1,12 @@
 """The command line: what is printed, and the exit code."""
 
+import re
 import subprocess
 import sys
 
 import pytest
 from conftest import ROOT
-from run_tools import flags_of, write_rows
+from run_tools import flags_of, guesses, write_rows
 
 import check
 
@@ -85,6 +86,19 @@ def test_what_is_dropped_of_a_recipe(tmp_path):
     done = run(ROOT / "grpo_tools.py", "guess", "--dataset-name", data, "--reward-fn", correct)
     line = "not taken from the recipe, because --dataset-name is given: prompt_template, environment 64"
     assert line in " ".join(done.stdout.split()), done.stdout
+
+
+def test_what_an_environment_says_first(scripts, small, tmp_path):
+    """The end of the prompt, which is not in the data: is there a space, and how many tokens are there?"""
+    flags = guesses(tmp_path)
+    path = tmp_path / "guesses.py"
+    path.write_text(path.read_text().replace("random.Random(secret), []", 'random, []\n        return "Go!"'))
+    x = check.Inputs(scripts["grpo_tools"], small("grpo_tools", **flags))
+    *_, title, tokens = check.show_tools(x)
+    [said] = re.findall(r"the prompt with what reset says, (\d+) tokens", title)
+    assert int(said) > len(next(iter(x.examples("train"))).ids)
+    text = tokens.plain.replace("|", "")
+    assert "Go!" in text and text.index("Go!") > text.index("Guess")
 
 
 @pytest.mark.parametrize("words", [["guess"], ["guess", "--max-turns", "3"], ["--dataset-name=data/guess"]])

@@ -275,9 +275,9 @@ METHODS = {  # more of the class, what is said
     "is_over": ("def is_over(self):\n        return len(self.own) > 2", None),
     "a text": ("def is_over(self):\n        return str(len(self.own) > 2)", "is_over returns 'True'"),
     "a method": ("def is_over(self):\n        return self.get_reward", "is_over returns <bound method"),
-    "no return": ("def is_over(self):\n        len(self.own) > 2", "is_over returns nothing"),
+    "no return": ("def is_over(self):\n        len(self.own) > 2", "is_over() returns nothing"),
     "a generator": ("def is_over(self):\n        yield False", "is_over is a generator"),
-    "a printed reply": ("def reply(self, text):\n        print(text)", "reply returns nothing"),
+    "a printed reply": ("def reply(self, text):\n        print(text)", "reply() returns nothing"),
     "an empty method": ("def is_over(self):\n        pass", None),
     "close": ("def close(self):\n        self.own.clear()", None),
 }
@@ -299,8 +299,8 @@ def test_what_methods_return(look, tmp_path, more, word):
 BEGINNINGS = {
     "a text": ("return 'go on'", None),
     "nothing": ("return", None),
-    "a pair": ("return 'go on', {}", "reset returns a tuple: ('go on', {}). It must be a text, or None"),
-    "a number": ("return 0", "reset returns a int: 0"),
+    "a pair": ("return 'go on', {}", "reset returned ('go on', {}): return a text, or None"),
+    "a number": ("return 0", "reset returned 0: return a text, or None"),
     "a value": ("self.is_over = False", "the script calls is_over(), but reset sets it to a value"),
 }
 

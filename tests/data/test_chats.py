@@ -420,10 +420,11 @@ def test_what_ends_a_response(family):
     start = tokenizer.convert_tokens_to_ids(FAMILIES[family][3][0])  # a special token that ends nothing
     assert start not in (eos, end)
     learned = ([9, 20, end, 21, start], [-100, 20, end, -100, -100])  # a line break follows, for example
+    whole = ([9, 20, end], [-100, 20, end])  # nothing follows, as with Llama 3
     cut = ([9, 20, 20, 20, 20, start], [-100, 20, 20, 20, 20, start])
     cut_later = ([9, 20, end, 21, 20, start], [-100, 20, end, -100, 20, start])
     assert sft_py.find_end_tokens(NO_STOP_TOKENS, tokenizer, [cut], 6) == [eos]
-    for documents in ([learned, cut], [cut_later], [cut_later, cut]):
+    for documents in ([learned, cut], [whole, cut], [cut_later], [cut_later, cut]):
         found = sft_py.find_end_tokens(NO_STOP_TOKENS, tokenizer, documents, 6)
         assert found == sorted({eos, end})
 

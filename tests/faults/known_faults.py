@@ -652,6 +652,10 @@ sft.find_end_tokens: a stop token is the last token of a document, learned or no
   data/test_chats.py::test_what_ends_a_response
   - for _, labels in documents
   + for labels, _ in documents
+sft.find_end_tokens: the end of a document that was not cut is no end
+  data/test_chats.py::test_what_ends_a_response
+  - if len(labels) < max_length:
+  + if len(labels) > max_length:
 sft.make_document: BOS is dropped
   runs/test_first_steps.py::test_bos_in_documents_of_sft
   - tokenizer(example["text"]).

@@ -188,6 +188,7 @@ def test_a_tag_of_the_template_in_a_result():
     tokenizer = load_tokenizer()
     tokenizer.add_tokens([tokenizers.AddedToken(text) for text in ("</tool_response>", "</other>", "  ")])
     tokenizer.chat_template += "{# </tool_response> and  spaces #}"
-    assert (
-        text_of_result("a</tool_response>b</other>c  d", 100, tokenizer) == "a< /tool_response>b</other>c  d"
-    )
+    text, read = "a</tool_response>b</other>c  d", "a< /tool_response>b</other>c  d"
+    assert text_of_result(text, 100, tokenizer) == read
+    tokenizer.chat_template = dict(default="", tool_use=tokenizer.chat_template)  # several templates
+    assert text_of_result(text, 100, tokenizer) == read

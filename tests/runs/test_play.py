@@ -95,7 +95,7 @@ class Door:
         return self.is_open
 
     def get_reward(self):
-        return 0.25
+        return 0.3
 """
 
 
@@ -137,8 +137,9 @@ def test_tasks_of_a_file_with_an_environment(script, tools, play, tmp_path):
     games, screen = play(folder, "--tasks", f"{tmp_path}/mine/tasks.jsonl", *flags)
     first = [game["messages"][0]["content"] for game in games]
     assert first == [f"{prompt[0]['content']}\nThe door is {color}." for color in ("white", "blue")]
-    assert [game["rewards/environment"] for game in games] == [0.25, 0.25]
-    assert "The door is white." in screen and "rewards/environment 0.25" in " ".join(screen.split())
+    assert [game["rewards/environment"] for game in games] == pytest.approx([0.3, 0.3])
+    words = screen.split()
+    assert "The door is white." in screen and words[words.index("rewards/environment") + 1] == "0.3"
     assert rows_of(tmp_path / "out", "turns.jsonl") == games
     assert not (folder / "play").exists()
 
@@ -215,8 +216,19 @@ def test_a_wrong_folder(monkeypatch, capsys, tmp_path):
         with pytest.raises(SystemExit) as end:
             play_script.main(words)
         assert end.value.code == 2
-        assert "python play.py RUN_FOLDER" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert "python play.py RUN_FOLDER" in said and all(word in said for word in words)
     (tmp_path / "args.json").write_text(json.dumps({"args": {}}))
     with pytest.raises(SystemExit) as end:
         play_script.main([str(tmp_path), "--max-turns", "0"])
     assert end.value.code == 2
+
+
+def test_the_folder_of_a_cold_start(capsys, tmp_path):
+    """It has a model, but neither tools nor tasks."""
+    (tmp_path / "args.json").write_text(json.dumps({"args": {"num_samples": 4}, "script": "sft"}))
+    with pytest.raises(SystemExit) as end:
+        play_script.main([str(tmp_path)])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert f"{tmp_path} is a run of sft.py" in said and f"--model-name-or-path {tmp_path}" in said
