@@ -461,6 +461,17 @@ def test_calls_of_an_environment(scripts, small, tmp_path, monkeypatch, of_class
         assert word is None or word in about[kind][0], found
 
 
+def test_a_reset_that_changes_all_objects(scripts, small, tmp_path):
+    """The tools change nothing."""
+    text = SHELF.format(of_class="items", body="return str(self.items)")
+    (tmp_path / "shelf.py").write_text(
+        text.replace("self.own = []", "self.items.append(secret)\n        self.own = []")
+    )
+    flags = guesses(tmp_path) | dict(environment=f"{tmp_path}/shelf.py:Shelf")
+    found = findings(scripts["grpo_tools"], small("grpo_tools", **flags))
+    assert any("changes items of all objects" in text for text in texts(found)), texts(found)
+
+
 BROKEN = {  # old, new -> what is said
     "no reset": ("def reset(", "def begin(", "has no method reset"),
     "a tool called reply": (

@@ -1553,6 +1553,20 @@ check.check_environment: state of the class, which all objects share
   check/test_check_rewards.py::test_calls_of_an_environment[shared]
   - after[name] != before[name]
   + False
+grpo_tools.run_call: a call that is refused after a time-out is an error of the tool
+  math/test_tools.py::test_an_environment_is_left_after_a_call_that_hangs
+  -         if x.environment is not None and x.num_timeouts:
+  -             raise TimeoutError("an earlier call did not end in time")
+  -         is_error = True  # from here, an exception is one of the tool
+  +         is_error = True  # from here, an exception is one of the tool
+  +         if x.environment is not None and x.num_timeouts:
+  +             raise TimeoutError("an earlier call did not end in time")
+check.check_environment: what reset changes in the class is read too late
+  check/test_check_rewards.py::test_a_reset_that_changes_all_objects
+  -         before = class_values(first.environment)
+  -         start_tools([second])
+  +         start_tools([second])
+  +         before = class_values(first.environment)
 check.check_environment: an environment whose calls all fail
   check/test_check_rewards.py::test_calls_of_an_environment[always fails]
   - found and all(found)
