@@ -22,6 +22,7 @@ import ast
 import contextlib
 import copy
 import csv
+import datetime
 import gzip
 import importlib
 import importlib.util
@@ -44,6 +45,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
+from unittest import mock
 
 import accelerate
 import torch
@@ -1438,6 +1440,22 @@ def check_template_options(x):
     for name in options:
         if name in passed or not re.search(rf"\b{name}\b", template):
             yield error(f"--chat-template-kwargs: the chat template has no option {name}")
+
+
+def check_date(x):
+    """A chat template that writes today's date (Llama 3.1): from tomorrow on, all prompts are others."""
+    if not x.tokenizer.chat_template or not (x.kind in ("grpo", "tools") or chats_of(x)):
+        return
+    chat = [{"role": "user", "content": "x"}]
+    clock = mock.Mock(now=lambda: datetime.datetime(2001, 2, 3))
+    with mock.patch.object(transformers.utils.chat_template_utils, "datetime", clock):
+        other_day = rendered(x, {}, chat)
+    if other_day != rendered(x, {}, chat):
+        yield remark(
+            "the chat template writes today's date; prompts change from day to day, also in a resumed run. "
+            "If the template has an option for it, set it: "
+            """--chat-template-kwargs '{"date_string": "26 Jul 2024"}'"""
+        )
 
 
 def check_learned_answers(x):
@@ -3014,7 +3032,7 @@ CHECKS = [
     *(check_adapters, check_files, check_splits, check_loading, check_reward_weights),
     *(check_flags_without_effect, check_tools, check_template_options, check_tokenizer, check_chat_texts),
     *(check_messages, check_roles, check_chat_columns, check_calls, check_columns_of_one_row),
-    *(check_begun_answers, check_preferences, check_shuffled, check_completions, check_labels),
+    *(check_begun_answers, check_date, check_preferences, check_shuffled, check_completions, check_labels),
     *(check_dialogs, check_kept_rows, check_two_bos),
     *(check_held_out, check_amount, check_blank_values, check_unread_columns, check_learned_answers),
     *(check_end_of_answers, check_control_tokens, check_vocabulary, check_stop_tokens, check_from_config),
@@ -3025,7 +3043,7 @@ CHECKS = [
 # What yields only remarks, so errors() leaves it out.
 ONLY_REMARKS = (
     *(check_flags_without_effect, check_amount, check_blank_values, check_unread_columns),
-    *(check_learned_answers, check_end_of_answers, check_control_tokens, check_shuffled),
+    *(check_learned_answers, check_end_of_answers, check_control_tokens, check_shuffled, check_date),
 )
 
 

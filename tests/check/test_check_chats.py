@@ -214,6 +214,15 @@ def test_options_of_several_templates(look):
     assert any("has several chat templates" in text for text in texts(found)), texts(found)
 
 
+@pytest.mark.parametrize("options, is_said", [(None, True), ('{"date_string": "26 Jul 2024"}', False)])
+def test_a_template_that_writes_the_date(look, options, is_said):
+    """As that of Llama 3.1, which has an option for a fixed one."""
+    template = "{{ date_string | default(strftime_now('%d %b %Y')) }}" + CHATML
+    found = look("grpo_math", tasks(), template=template, chat_template_kwargs=options)
+    remarks = [finding.text for finding in found if finding.kind == "remark"]
+    assert any("writes today's date" in text for text in remarks) == is_said, remarks
+
+
 def test_options_that_are_not_json(look):
     found = look("grpo_math", tasks(), chat_template_kwargs="{enable_thinking: false}")
     assert any("--chat-template-kwargs is not JSON" in text for text in texts(found)), texts(found)
