@@ -2,6 +2,7 @@
 
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from check_helpers import assert_only, assert_remark, findings, texts
@@ -39,6 +40,15 @@ def test_one_answer_of_many_is_missing(look, is_quick):
     rows = tasks()
     rows[41]["answer"] = None
     found = look(rows, is_quick=is_quick, reward_fn=CORRECT)
+    assert_only(found, "--reward-fn", "train.jsonl row 42", "no completion can equal")
+
+
+def test_the_number_of_a_row_in_a_file_without_a_split(scripts, small, tmp_path):
+    """The tenth that is held out is drawn by sorting the rows."""
+    rows = tasks()
+    rows[41]["answer"] = None
+    data = str(Path(write_rows(tmp_path / "data", train=rows), "train.jsonl"))
+    found = findings(scripts["grpo_math"], small("grpo_math", dataset_name=data, reward_fn=CORRECT))
     assert_only(found, "--reward-fn", "train.jsonl row 42", "no completion can equal")
 
 
