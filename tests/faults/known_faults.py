@@ -251,6 +251,10 @@ ppo_sentiment.train: other held-out prompts for each seed
   runs/test_evaluation_during_training.py::test_seeds_are_compared_on_the_same_rows[ppo_sentiment]
   - replace(args, seed=0)
   + args
+rloo_tldr.choose_held_out: a chat judge gets posts without a reference
+  runs/test_evaluation_rloo.py::test_a_judge_gets_posts_with_a_reference
+  - args.judge_model is not None or args.judge_fn is not None
+  + args.judge_fn is not None
 rloo_tldr.choose_held_out: other held-out posts for each seed
   runs/test_evaluation_during_training.py::test_seeds_are_compared_on_the_same_rows[rloo_tldr]
   - seed=0)
