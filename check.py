@@ -243,7 +243,7 @@ class Inputs:
 
         def read_rows(path, *rest):
             files[Path(path)] = rows = real_read_rows(path, *rest)
-            return rows
+            return [*rows]  # load_splits may sort it; ours stays in the order of the file
 
         def load_dataset(*inputs, **options):
             loaded = real_load_dataset(*inputs, **options)
@@ -1248,16 +1248,15 @@ def chats_of(x):
 def check_chat_texts(x):
     """A chat that was saved as a JSON text would be trained on with its brackets and quotes."""
     pattern = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']""")
-    for column in MESSAGE_COLUMNS:
-        if column in read_by_script(x):
-            for row in x.rows:
-                value = row.get(column)
-                if isinstance(value, str) and pattern.match(value):
-                    yield error(
-                        f"{x.place(row)}: the chat in the column {column} is a JSON text, not a list of "
-                        f"messages: {short(value)}. json.loads turns it into one"
-                    )
-                    break
+    for column in sorted(read_by_script(x)):
+        for row in x.rows:
+            value = row.get(column)
+            if isinstance(value, str) and pattern.match(value):
+                yield error(
+                    f"{x.place(row)}: the chat in the column {column} is a JSON text, not a list of "
+                    f"messages: {short(value)}. json.loads or ast.literal_eval turns it into one"
+                )
+                break
 
 
 def check_messages(x):

@@ -84,7 +84,8 @@ def test_an_sft_chat_is_fine(look):
 
 
 @pytest.mark.parametrize(
-    "name, column", [("grpo_math", "prompt"), ("sft", "messages"), ("dpo_tldr", "chosen")]
+    "name, column",
+    [("grpo_math", "prompt"), ("sft", "messages"), ("sft", "text"), ("dpo_tldr", "chosen")],
 )
 def test_a_chat_that_is_a_json_text(look, name, column):
     """It would be trained on with its brackets."""

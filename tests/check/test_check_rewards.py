@@ -2,6 +2,7 @@
 
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from check_helpers import assert_only, assert_remark, findings, texts
@@ -39,6 +40,15 @@ def test_one_answer_of_many_is_missing(look, is_quick):
     rows = tasks()
     rows[41]["answer"] = None
     found = look(rows, is_quick=is_quick, reward_fn=CORRECT)
+    assert_only(found, "--reward-fn", "train.jsonl row 42", "no completion can equal")
+
+
+def test_the_number_of_a_row_in_a_file_without_a_split(scripts, small, tmp_path):
+    """The tenth that is held out is drawn by sorting the rows."""
+    rows = tasks()
+    rows[41]["answer"] = None
+    data = str(Path(write_rows(tmp_path / "data", train=rows), "train.jsonl"))
+    found = findings(scripts["grpo_math"], small("grpo_math", dataset_name=data, reward_fn=CORRECT))
     assert_only(found, "--reward-fn", "train.jsonl row 42", "no completion can equal")
 
 
@@ -459,6 +469,17 @@ def test_calls_of_an_environment(scripts, small, tmp_path, monkeypatch, of_class
     for kind, word in (("error", wrong), ("remark", said)):
         assert len(about[kind]) == (word is not None), found
         assert word is None or word in about[kind][0], found
+
+
+def test_a_reset_that_changes_all_objects(scripts, small, tmp_path):
+    """The tools change nothing."""
+    text = SHELF.format(of_class="items", body="return str(self.items)")
+    (tmp_path / "shelf.py").write_text(
+        text.replace("self.own = []", "self.items.append(secret)\n        self.own = []")
+    )
+    flags = guesses(tmp_path) | dict(environment=f"{tmp_path}/shelf.py:Shelf")
+    found = findings(scripts["grpo_tools"], small("grpo_tools", **flags))
+    assert any("changes items of all trajectories" in text for text in texts(found)), texts(found)
 
 
 BROKEN = {  # old, new -> what is said

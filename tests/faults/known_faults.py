@@ -251,6 +251,10 @@ ppo_sentiment.train: other held-out prompts for each seed
   runs/test_evaluation_during_training.py::test_seeds_are_compared_on_the_same_rows[ppo_sentiment]
   - replace(args, seed=0)
   + args
+rloo_tldr.choose_held_out: a chat judge gets posts without a reference
+  runs/test_evaluation_rloo.py::test_a_judge_gets_posts_with_a_reference
+  - args.judge_model is not None or args.judge_fn is not None
+  + args.judge_fn is not None
 rloo_tldr.choose_held_out: other held-out posts for each seed
   runs/test_evaluation_during_training.py::test_seeds_are_compared_on_the_same_rows[rloo_tldr]
   - seed=0)
@@ -1553,6 +1557,20 @@ check.changes: state of the class, which all objects share
   check/test_check_rewards.py::test_calls_of_an_environment[shared]
   - before[place, name] != after.get((place, name))
   + False
+grpo_tools.run_call: a call that is refused after a time-out is an error of the tool
+  math/test_tools.py::test_an_environment_is_left_after_a_call_that_hangs
+  -         if x.environment is not None and x.num_timeouts:
+  -             raise TimeoutError("an earlier call did not end in time")
+  -         is_error = True  # from here, an exception is one of the tool
+  +         is_error = True  # from here, an exception is one of the tool
+  +         if x.environment is not None and x.num_timeouts:
+  +             raise TimeoutError("an earlier call did not end in time")
+check.check_environment: what reset changes in the class is read too late
+  check/test_check_rewards.py::test_a_reset_that_changes_all_objects
+  -         before = shared_values(one)
+  -         began = [texts["reset"], *start_tools([other])]
+  +         began = [texts["reset"], *start_tools([other])]
+  +         before = shared_values(one)
 check.result_faults: an environment whose calls all fail
   check/test_check_rewards.py::test_calls_of_an_environment[always fails]
   - found and len(problems) == len(found)

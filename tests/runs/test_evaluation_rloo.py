@@ -478,6 +478,14 @@ def test_a_post_without_a_verdict_does_not_count(rloo, script, monkeypatch):
     assert [table[part]["no verdict"] for part in ("before", "after")] == [0.5, 0.5]
 
 
+@pytest.mark.parametrize("judge, count", [({}, 4), (dict(judge_fn="a.py:f"), 2), (dict(judge_model="m"), 2)])
+def test_a_judge_gets_posts_with_a_reference(script, judge, count):
+    """Against an empty text, every response would win."""
+    posts = [dict(reference=text) for text in ("", " a", " \n", "b")]
+    chosen = script.choose_held_out(posts, script.Args(num_eval_prompts=9, **judge))
+    assert len(chosen) == count and all(post["reference"].strip() for post in chosen) == bool(judge)
+
+
 def test_a_judge_of_scores_sees_both_texts_with_their_prompt(script, tiny_lm):
     """The response wins with the higher score, post by post, by however little. Equal scores are a tie.
 
