@@ -1523,7 +1523,7 @@ grpo_tools.TurnFormat.text_of_result: a result ends its message (trap 59)
   + match[0]
 grpo_tools.TurnFormat.__init__: a result closes the tag around it (trap 59)
   math/test_tool_formats.py::test_a_tag_of_the_template_in_a_result
-  - if is_special or text in tokenizer.chat_template]
+  - if is_special or text in str(tokenizer.chat_template)]
   + if is_special]
 grpo_tools.TurnFormat.after_turn: the end of a turn is there twice (trap 57)
   math/test_tools.py::test_a_turn_goes_on_after_the_result
