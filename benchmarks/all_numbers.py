@@ -386,7 +386,7 @@ def note_measured(paths, commit):
     """Results of programs that were run by hand at this commit."""
     measured = read_measured()
     for path in paths:
-        measured[path] = measured[path] | {"commit": commit, "date": date_of(commit)}
+        measured[path] = measured.get(path, {}) | {"commit": commit, "date": date_of(commit)}
     write_measured(measured)
 
 
