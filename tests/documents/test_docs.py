@@ -324,8 +324,10 @@ def test_the_tables_are_those_of_the_programs():
             [fmean(row[key] for row in rows) for key in ("env/reward_mean", "tools/failure_frequency")]
         )
     (reward, failed), (reward_before, failed_before) = shown
-    text = f"is {reward:.2f} instead of {reward_before:.2f}, but {100 * failed:.1f} % of the calls fail instead of"
-    assert f"{text} {100 * failed_before:.1f} %." in " ".join(DOCS["grpo_tools"].split())
+    text = (
+        f"is {reward:.2f} instead of {reward_before:.2f}, but {100 * failed:.1f} % of the calls fail instead"
+    )
+    assert f"{text} of {100 * failed_before:.1f} %." in " ".join(DOCS["grpo_tools"].split())
     for table in (tools.results, tools.errors, tools.misuse, tools.distance):
         assert table() in DOCS["grpo_tools"]
     greedy = [result(f"grpo-tools-tiny/seed{seed}/evaluation.json") for seed in tools.SEEDS]
