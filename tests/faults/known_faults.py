@@ -1445,7 +1445,7 @@ grpo_tools.run_call: an environment is used while a call still runs
   math/test_tools.py::test_an_environment_is_left_after_a_call_that_hangs
   - if x.environment is not None and x.num_timeouts:
   + if False:
-grpo_tools.run_call: a tool can end the run (AttributeError)
+grpo_tools.run_call: a tool can end the run (SystemExit)
   math/test_tools.py::test_a_tool_cannot_end_the_run
   - except BaseException
   + except Exception
