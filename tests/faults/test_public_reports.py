@@ -400,7 +400,7 @@ def test_labels_that_are_texts(scripts):
         return script.find_classes([dict(label=x) for x in labels], script.Args(**flags))
 
     for label_names in (None, "negative,positive"):
-        found, class_of = classes(["1", "0", "1"], label_names=label_names)
+        found, class_of = classes(["1", "", "0", None, "1"], label_names=label_names)
         assert found == (["0", "1"] if label_names is None else names)
         assert [class_of["0"], class_of["1"]] == [0, 1] and "" not in class_of
     assert classes([0, 1], label_names="1,0")[1] | {"0": 1, "1": 0} == classes([0, 1], label_names="1,0")[1]
