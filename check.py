@@ -1474,7 +1474,7 @@ def check_template_options(x):
 
 
 def check_date(x):
-    """A chat template that writes today's date (Llama 3.1): from tomorrow on, all prompts are others."""
+    """A chat template that writes today's date (Llama 3.1): tomorrow, all prompts differ."""
     if not x.tokenizer.chat_template or not (x.kind in ("grpo", "tools") or chats_of(x)):
         return
     chat = [{"role": "user", "content": "x"}]
@@ -1483,7 +1483,7 @@ def check_date(x):
         other_day = rendered(x, {}, chat)
     if other_day != rendered(x, {}, chat):
         yield remark(
-            "the chat template writes today's date; prompts change from day to day, also in a resumed run. "
+            "the chat template writes today's date: prompts change from day to day, also in a resumed run. "
             "If the template has an option for it, set it: "
             """--chat-template-kwargs '{"date_string": "26 Jul 2024"}'"""
         )
@@ -2790,8 +2790,9 @@ def calls_of(function):
                 called = getattr(called, attribute, None)
             is_plain = inspect.isfunction(called) or inspect.isbuiltin(called) or inspect.isclass(called)
             found.append(known.get(called, name) if is_plain else name)
-            if inspect.isfunction(called) and called.__module__ == one.__module__:
-                functions += [called] * (called not in functions)
+            is_neighbor = inspect.isfunction(called) and called.__module__ == one.__module__
+            if is_neighbor and called not in functions:
+                functions.append(called)
     return found
 
 
@@ -2984,6 +2985,7 @@ class Call:
 
 
 def answers(calls):
+    """What the policy would read of these calls. -> dict: name -> list of str"""
     return {name: [call.text for call in found] for name, found in calls.items()}
 
 
@@ -3368,15 +3370,9 @@ CHECKS = [
     *(check_python, check_numbers, check_pairs_of_flags, check_packages, check_paths, check_functions),
     *(check_adapters, check_files, check_splits, check_loading, check_reward_weights),
     *(check_flags_without_effect, check_tools, check_template_options, check_tokenizer, check_chat_texts),
-    *(
-        check_messages,
-        check_roles,
-        check_written_messages,
-        check_chat_columns,
-        check_calls,
-        check_columns_of_one_row,
-    ),
-    *(check_begun_answers, check_date, check_preferences, check_shuffled, check_completions, check_labels),
+    *(check_messages, check_roles, check_written_messages, check_chat_columns, check_calls),
+    *(check_columns_of_one_row, check_begun_answers, check_date, check_preferences, check_shuffled),
+    *(check_completions, check_labels),
     *(check_dialogs, check_kept_rows, check_two_bos),
     *(check_held_out, check_amount, check_blank_values, check_unread_columns, check_learned_answers),
     *(check_end_of_answers, check_control_tokens, check_vocabulary, check_stop_tokens, check_from_config),

@@ -172,11 +172,13 @@ def main(argv=None):
     argv = sys.argv[1:] if argv is None else argv
     try:
         if not argv or not Path(argv[0], "args.json").exists():
-            found = f"{argv[0]} is none" if argv else "there is none"
-            raise grpo_tools.UserError(f"name the folder of a run ({found}): python play.py RUN_FOLDER")
+            problem = f"{argv[0]} is not the folder of a run. " if argv else ""
+            raise grpo_tools.UserError(f"{problem}Name the folder of a run: python play.py RUN_FOLDER")
         args = parse_args(argv[0], argv[1:])
         checks = [check.check_numbers, check.check_paths, check.check_reward_weights]
-        checks += [check.check_template_options] + [check.check_chat_texts] * (args.tasks is not None)
+        checks += [check.check_template_options]
+        if args.tasks is not None:
+            checks += [check.check_chat_texts]
         data = args.tasks or args.dataset_name
         for error in check.errors(grpo_tools, replace(args, dataset_name=data), checks):
             raise grpo_tools.UserError(error)

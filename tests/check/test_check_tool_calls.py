@@ -7,7 +7,7 @@ import pytest
 import torch
 from check_helpers import assert_only, findings, texts
 from conftest import ROOT
-from run_tools import guesses, write_rows
+from run_tools import guesses, spy, write_rows
 from test_tool_templates import HERMES, READS_TAGS, TAGS, program, template
 
 import check
@@ -39,6 +39,17 @@ def tool(tmp_path):
         return dict(tools=[f"{tmp_path}/own_tool.py:calculator"]) | flags
 
     return make
+
+
+# ---- Imports -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seconds, count", [(0, 1), (1.1, 0)])
+def test_a_file_that_loads_something_large_is_not_imported_again(look, tool, monkeypatch, seconds, count):
+    """What works in one thread only is tried by importing the file once more, if that takes no second."""
+    imported = spy(monkeypatch, check, "calls_elsewhere")
+    look(**tool("return '72'", head=f"import time\n\ntime.sleep({seconds})"))
+    assert len(imported) == count
 
 
 # ---- Rewards -----------------------------------------------------------------------------------------------
