@@ -1900,8 +1900,6 @@ def save_trained(models, weights, folder):
     """Save only the trained weights: a hook of accelerator.save_state. (DeepSpeed saves them itself.)"""
     if weights and accelerate.PartialState().is_main_process:
         trained = trainable(accelerate.utils.extract_model_from_parallel(models[0]))
-        if not all(p.isfinite().all() for p in trained.values()):
-            raise UserError("not saved: weights are not finite (--learning-rate too high?)")
         save_file({name: p.detach() for name, p in trained.items()}, f"{folder}/trained.safetensors")
     weights.clear()  # tells accelerate that there is nothing left to save
 

@@ -3,12 +3,10 @@
 The run ends in a traceback. The checkpoint before is whole, and --resume goes on from it.
 """
 
-import math
 import resource
 from pathlib import Path
 
 import pytest
-import torch
 from run_tools import ALL, SIX_UPDATES, assert_same_run
 from safetensors.torch import load_file
 
@@ -97,18 +95,4 @@ def test_steps_that_ruin_the_model(scripts, small, name):
     args = small(name, **flags)
     with pytest.raises(Exception, match="finite|nan"):
         scripts[name].train(args)
-    assert not (Path(args.output_dir) / "model").exists()
-
-
-def test_weights_that_are_not_finite_are_not_saved(scripts, small, monkeypatch):
-    """Metrics are computed before the optimizer step, so they can be finite when the weights are not."""
-
-    def step(self, closure=None):
-        self.param_groups[0]["params"][0].data.fill_(math.inf)
-
-    monkeypatch.setattr(torch.optim.SGD, "step", step)
-    args = small("sft", optimizer="torch.optim.SGD", num_train_rows=4, num_samples=0)  # one step
-    with pytest.raises(Exception, match="finite"):
-        scripts["sft"].train(args)
-    assert not list(Path(args.output_dir).glob("checkpoints/*/*"))
     assert not (Path(args.output_dir) / "model").exists()
