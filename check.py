@@ -755,7 +755,8 @@ def check_reward_weights(x):
 
 
 def check_flags_without_effect(x):
-    """Flags that somebody gave and that change nothing. The run would look as if they did."""
+    """Flags that somebody gave and that change nothing: the run would look as if they did. And a penalty that
+    responses with a low limit get through no fault of theirs."""
     args = x.args
     no_effect = {
         "lora_alpha": not args.lora_r and "without --lora-r",
@@ -765,9 +766,13 @@ def check_flags_without_effect(x):
         "stop_token": bool(x.flag("stop_token_id")) and "with --stop-token-id, which replaces it",
         "dtype": bool(x.flag("bf16")) and "with --bf16, which wins",
         "adam_eps": "Adam" not in args.optimizer and f"with --optimizer {args.optimizer}",
-        "keep_checkpoints": args.save_every == 0 and "with --save-every 0",
+        "keep_checkpoints": args.save_every == 0 and "with --save-every 0, unless a signal stops the run",
         "utterance_end": x.kind == "sft" and "dialog" not in x.columns and "without a column dialog",
+        "completion_only_loss": "completion" not in x.columns and "without a column completion",
+        "kl_estimator": x.flag("kl_coef") == 0 and "with --kl-coef 0",
     }
+    if x.kind == "ppo_sentiment" and x.flag("reward_fn") and x.flag("judge_model_path") is None:
+        no_effect["reward_label"] = "with --reward-fn, unless there is a judge"
     if x.kind in ("ppo_sentiment", "rloo") and x.flag("reward_fn"):
         no_effect["reward_model_path"] = "with --reward-fn, which replaces it"
     if x.kind in ("grpo", "tools"):

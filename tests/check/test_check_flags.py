@@ -97,6 +97,12 @@ EFFECTLESS = {
     "eps": ("sft", dict(optimizer="torch.optim.SGD", adam_eps=1e-5), "--adam-eps has no effect"),
     "stop": ("rloo_tldr", dict(stop_token_id=[7], stop_token=None), "--stop-token has no effect"),
     "template": ("grpo_math", dict(prompt_template="{answer}?"), "beside the data's column prompt"),
+    "estimator": ("rloo_tldr", dict(kl_coef=0.0, kl_estimator="k3"), "no effect with --kl-coef 0"),
+    "completion": (
+        "sft",
+        dict(completion_only_loss=False),
+        "--completion-only-loss has no effect without a column completion",
+    ),
 }
 
 
@@ -108,6 +114,18 @@ def test_flags_without_effect(scripts, small, name, changes, word):
         assert not any(word in text for text in texts(found, "remark"))
     else:
         assert_remark(found, word)
+
+
+@pytest.mark.parametrize("has_judge", [False, True])
+def test_a_label_without_a_classifier(scripts, small, tmp_path, has_judge):
+    """The judge of the final table reads the label, too."""
+    path = tmp_path / "short.py"
+    path.write_text("def short(prompts, completions, **columns):\n    return [-len(x) for x in completions]\n")
+    changes = dict(reward_fn=[f"{path}:short"], reward_label="negative")
+    judge = "checkpoints/reviews-judge" if has_judge else None
+    args = small("ppo_sentiment", **changes, judge_model_path=judge)
+    remarks = texts(findings(scripts["ppo_sentiment"], args), "remark")
+    assert any("--reward-label has no effect" in text for text in remarks) != has_judge
 
 
 @pytest.mark.parametrize("value, is_wrong", [("1", True), ("0", False), ("", False)])
