@@ -478,8 +478,8 @@ def find_prompt(row, responses):
 def tokenize_pair(tokenizer, prompt, responses):
     """Token ids of a prompt and of the responses to it, as in rollouts. -> dict(ids, responses)
 
-    A text is prompt, response, EOS, each tokenized alone. A chat is tokenized as a whole. It ends with the
-    special token that ends a turn or, if its chat template writes none, with EOS. If the prompt is empty, it
+    A text is prompt, response, EOS, each tokenized alone. A chat is tokenized as a whole. It ends as its chat
+    template ends it, but for whitespace, and with EOS if that is no special token. If the prompt is empty, it
     is what the responses have in common.
     """
     if is_chat(responses[0]):

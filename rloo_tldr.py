@@ -1383,7 +1383,7 @@ def load_reward_model(args, name, device):
     """
     path = resolve_path(name)
     config, _ = transformers.PretrainedConfig.get_config_dict(path)
-    architectures = config.get("architectures")  # None: an adapter, which load_model refuses
+    architectures = config.get("architectures")  # None: the folder of an adapter
     if architectures and "SequenceClassification" not in architectures[0]:
         accelerate.PartialState().print(f"{name} is a language model: random reward head, nothing to learn")
         model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32)
