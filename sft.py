@@ -721,7 +721,7 @@ def resolve_path(name):
     """A path here or next to this file, or else a Hub name. A run folder means the model in it."""
     for path in (Path(name), HERE / name):
         if path.exists():
-            return str(path / "model" if (path / "model/config.json").exists() else path)
+            return str(path / "model" if any(path.glob("model/*config.json")) else path)
     return name
 
 

@@ -268,8 +268,11 @@ def test_an_adapter_is_merged_into_its_base(tiny_lm, language_model, tmp_path, l
     disturb(model)
     model.peft_config["default"].base_model_name_or_path = tiny_lm("gpt2")
     model.save_pretrained(tmp_path / "adapter")
+    model.save_pretrained(tmp_path / "8-bit/model")  # a run in 8 bit saves its adapter as the model
     expected, _ = expected_logprobs(model.eval())
     assert (expected - expected_logprobs(language_model("gpt2"))[0]).abs().max() > 0.01
+    policy, _ = policy_and_reference(str(tmp_path / "8-bit"), lora_r=lora_r)
+    close(both_logprobs(policy, policy)[0], expected, atol=1e-4, rtol=0)
     policy, reference = policy_and_reference(str(tmp_path / "adapter"), lora_r=lora_r)
     for logprobs in both_logprobs(policy, reference):
         close(logprobs, expected, atol=1e-4, rtol=0)
