@@ -41,10 +41,11 @@ import string
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from pathlib import Path
 from unittest import mock
@@ -423,7 +424,7 @@ def own_modules():
     try:
         yield
     finally:
-        folders = {Path(folder).resolve() for folder in sys.path if folder not in path}
+        folders = {Path(folder).resolve() for folder in Counter(sys.path) - Counter(path)}
         for name, module in list(sys.modules.items()):
             file = getattr(module, "__file__", None)
             if name not in modules and file and Path(file).resolve().parent in folders:
@@ -2242,7 +2243,9 @@ def check_label(x, flag, name, config):
 # ---- Reward functions --------------------------------------------------------------------------------------
 
 
+@once
 def environment_class(x):
+    """The class of --environment, imported once."""
     with own_modules():
         [found] = x.script.load_functions([x.args.environment]).values()
     return found
@@ -2429,25 +2432,27 @@ def check_last_turn(x, score, rows, most):
     function = x.tools[1][0]["function"]
     text = json.dumps({"name": function["name"], "arguments": made_up_arguments(function, 0)})
     call = {"role": "assistant", "content": f"<tool_call>\n{text}\n</tool_call>", "tool_calls": [text]}
-    found = {}
+    none = [""] * len(rows)
+    empty, counts, reads_last = score(rows, none), Counter(), set()
     for form in REFERENCE_FORMS:
         answers = [form.format(reference_of(row)) for row in rows]
-        results = [["nothing found"] * len(rows), answers]  # a reward may search all messages, or the result
-        pairs = [[score(rows, texts) for texts in (answers, [""] * len(rows))]]
-        for result in results:
-            earlier = [[call, {"role": "tool", "content": content}] for content in result]
-            pairs.append([score(rows, texts, earlier) for texts in (answers, [""] * len(rows))])
-        for name in pairs[0][0]:
-            alone, *after_call = [list(zip(answer[name], empty[name])) for answer, empty in pairs]
-            better = [i for i, (answer, empty) in enumerate(alone) if answer > empty]
-            after_call = [same_numbers(*zip(*numbers)) for numbers in after_call]
-            found.setdefault(name, []).append((len(better), all(after_call)))
-    for name, seen in found.items():
-        counts = [count for count, is_same in seen if count]
-        if counts and all(is_same for count, is_same in seen if count):
+        better = {}  # name of a function -> how many rows earn more with this answer than with an empty one
+        for name, numbers in score(rows, answers).items():
+            better[name] = sum(number > other for number, other in zip(numbers, empty[name]))
+        if not any(better.values()):
+            continue
+        for results in (["nothing found"] * len(rows), answers):  # a reward may search all messages
+            earlier = [[call, {"role": "tool", "content": result}] for result in results]
+            with_answer, without = score(rows, answers, earlier), score(rows, none, earlier)
+            for name in better:
+                if better[name] and not same_numbers(with_answer[name], without[name]):
+                    reads_last.add(name)
+        counts |= Counter(better)  # the larger number of each
+    for name, count in counts.items():
+        if name not in reads_last:
             yield error(
                 f"--reward-fn: {name} ignores the last message: the right answer earns more than an empty "
-                f"one in {max(counts)} of {len(rows)} rows, but after a call of a tool, both earn the same. "
+                f"one in {count} of {len(rows)} rows, but after a call of a tool, both earn the same. "
                 "completion[0] is then the call, and the answer is completion[-1]"
             )
 
@@ -2672,37 +2677,33 @@ def is_path(x, text):
 
 
 def check_tools(x):
-    """Tools that cannot be described to the policy, or that cannot work in a thread."""
+    """Tools that cannot be described to the policy, two of one name, or none; no reward."""
     if x.kind != "tools":
         return
     names = functions_of(x, "tools")
-    stems = Counter(name.rpartition(":")[2] for name in names)
-    for name, count in stems.items():
-        if count > 1:
-            yield error(f"--tools: {count} tools are called {name}")
+    counts = Counter(name.rpartition(":")[2] for name in names)
     with own_modules():
-        functions = x.script.load_functions(list(dict.fromkeys(names)))
-        for name, function in functions.items():
-            yield from thread_faults(x, f"tool {name}", function)
-        if x.args.environment:
-            yield from environment_faults(x)
-            methods = methods_of(x)
-            for name in methods:
-                if name in functions:
-                    yield error(f"--tools and --environment both have a tool {name}")
-            functions |= methods
+        functions = x.script.load_functions(names)
+    has_reply = rewards_itself = False
+    if x.args.environment:
+        yield from environment_faults(x)
+        methods = methods_of(x)
+        counts.update(methods.keys())
+        functions |= methods
+        has_reply = hasattr(environment_class(x), "reply")
+        rewards_itself = hasattr(environment_class(x), "get_reward")
+    for name, count in counts.items():
+        if count > 1:
+            yield error(f"{count} tools are called {name}: rename one")
     for name, function in functions.items():
-        yield from check_tool(name, function)
-    if not functions and not (x.args.environment and hasattr(environment_class(x), "reply")):
+        yield from tool_faults(name, function)
+    if not functions and not has_reply:
         yield error(
             "there is no tool: name --tools FILE.py:function, or an --environment FILE.py:Class with a "
             "public method or reply"
         )
-    rewards_itself = x.args.environment and hasattr(environment_class(x), "get_reward")
     if not x.flag("reward_fn") and not rewards_itself:
         yield error("there is no reward: name --reward-fn, or give the environment a method get_reward")
-    if rewards_itself and any(name.endswith(":environment") for name in functions_of(x, "reward_fn")):
-        yield error("--reward-fn: the name environment is that of get_reward(), so use another")
 
 
 def methods_of(x):
@@ -2714,97 +2715,27 @@ def methods_of(x):
 
 
 def environment_faults(x):
-    """Methods that the script would call otherwise, or never; tools and data of a recipe beside it."""
+    """No reset, methods that forget their result, or tools and data of a recipe for another environment."""
     found = environment_class(x)
-    for name, function in inspect.getmembers(found, inspect.isfunction):
-        yield from thread_faults(x, f"{found.__name__}.{name}", function)
     if not hasattr(found, "reset"):
         yield error(f"{x.args.environment} has no method reset, which gets the columns of the task")
-    for name, inputs in (("reply", ["text"]), ("is_over", []), ("get_reward", []), ("close", [])):
-        try:
-            inspect.signature(getattr(found, name, lambda *inputs: None)).bind("self", *inputs)
-        except TypeError as problem:
-            call = f"{name}({', '.join(inputs)})"
-            yield error(f"{x.args.environment}: the script calls {call}, which is no tool ({problem})")
-        yield from method_faults(name, inspect.unwrap(getattr(found, name, None)))
+    for name in ("reply", "is_over", "get_reward"):
+        method = getattr(found, name, None)
+        if returns_nothing(method) and inspect.unwrap(method).__code__.co_names:  # one with pass has no names
+            yield error(f"--environment: {name}() returns nothing, which counts as None: return its result")
     recipe = x.script.RECIPES.get(x.args.recipe)
-    kept = (
-        recipe and recipe.tools and (recipe.tools, recipe.dataset_name) == (x.args.tools, x.args.dataset_name)
-    )
-    if kept and x.args.environment != recipe.environment:
+    if recipe is None or not recipe.tools or recipe.environment == x.args.environment:
+        return
+    if (recipe.tools, recipe.dataset_name) == (x.args.tools, x.args.dataset_name):
         yield error(
-            f"--environment {x.args.environment} with the tools and the data of the recipe {x.args.recipe}: "
-            "name --dataset-name, which drops what the recipe says of its own data, or --tools None"
+            f"--environment {x.args.environment} would get the tools and the data of the recipe "
+            f"{x.args.recipe}: name your own --dataset-name, or --tools None to keep the data only"
         )
 
 
-def method_faults(name, function):
-    """reply, is_over and get_reward must return something, unless they are empty."""
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        yield error(f"--environment: {name} is a generator: return its result instead of yielding it")
-    elif name != "close" and inspect.isfunction(function) and returns_nothing(function):
-        names = function.__code__.co_names
-        if names and "NotImplementedError" not in names:
-            yield error(f"--environment: {name}() returns nothing, which counts as None: return its result")
-
-
-SIGNALS = ("signal.alarm", "signal.setitimer", "signal.signal")
-OF_THE_PROCESS = ("os.chdir", "contextlib.chdir", "contextlib.redirect_stdout", "contextlib.redirect_stderr")
-
-
-def thread_faults(x, name, function):
-    """Signals arrive in the main thread only, and some settings hold for all threads, but tools and
-    environments run in several.
-    """
-    for call in calls_of(function):
-        if call in SIGNALS:
-            yield error(
-                f"{name} calls {call}(), which works only in the main thread, but tools have threads of "
-                "their own: use --tool-timeout, or a process as in examples/python_tool.py"
-            )
-            return
-        if call in OF_THE_PROCESS and x.args.tool_workers > 1:
-            yield error(
-                f"{name} calls {call}(), which holds for all threads, so calls that run at once would "
-                "disturb each other: use a process as in examples/python_tool.py, or --tool-workers 1"
-            )
-            return
-
-
-def calls_of(function):
-    """The names of what a function calls, also in the functions of its file that it calls. -> list
-
-    A function that is only named is not looked at: it may run in a process of its own.
-    """
-    known = {}
-    for name in SIGNALS + OF_THE_PROCESS:
-        module, _, attribute = name.partition(".")
-        known[getattr(importlib.import_module(module), attribute)] = name
-    found, functions = [], [inspect.unwrap(function)]
-    for one in functions:  # grows
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(one)))
-        except (OSError, TypeError, SyntaxError):  # it is not written in Python
-            continue
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.Call):
-                continue
-            name = ast.unparse(node.func)
-            called = one.__globals__.get(name.partition(".")[0])
-            for attribute in name.split(".")[1:]:
-                called = getattr(called, attribute, None)
-            is_plain = inspect.isfunction(called) or inspect.isbuiltin(called) or inspect.isclass(called)
-            found.append(known.get(called, name) if is_plain else name)
-            is_neighbor = inspect.isfunction(called) and called.__module__ == one.__module__
-            if is_neighbor and called not in functions:
-                functions.append(called)
-    return found
-
-
-def check_tool(name, function):
-    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        yield error(f"tool {name} is a generator: return its result instead of yielding it")
-    elif returns_nothing(function):
+def tool_faults(name, function):
+    """A tool that returns nothing, or whose schema transformers cannot make."""
+    if returns_nothing(function):
         prints = "print" in inspect.unwrap(function).__code__.co_names
         text = "prints its result: return it" if prints else "returns nothing"
         yield (error if prints else remark)(f"tool {name} {text}; the policy would read None")
@@ -2816,6 +2747,267 @@ def check_tool(name, function):
             f"tool {name} cannot be described to the policy: it needs a docstring and type hints ({line})"
         )
 
+
+def returns_nothing(function):
+    """True if a function has no return (or yield) with a value; False if its source is not known."""
+    try:
+        [definition] = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    except (OSError, TypeError, SyntaxError):
+        return False
+    if not isinstance(definition, ast.FunctionDef):
+        return False
+    results = (ast.Return, ast.Yield, ast.YieldFrom)
+    return not any(isinstance(node, results) and node.value is not None for node in ast.walk(definition))
+
+
+# Made-up arguments of tools, by their JSON type.
+ARGUMENTS = {
+    "integer": (1, 0, 50),
+    "number": (1.5, 0.0, 50.0),
+    "string": ("1", "", "a"),
+    "boolean": (True, False, True),
+    "array": ([], [1], ["a"]),
+    "object": ({}, {"a": 1}, {}),
+}
+FAULTS_OF_CODE = (AttributeError, NameError, ImportError)  # whatever a policy's arguments are
+OTHER_THREAD = re.compile("(main|same) thread")  # in the errors of signals and of sqlite3
+UNREADABLE = re.compile(r"\[?<.* at 0x[0-9a-f]+>.*|b['\"].*", re.DOTALL)  # what Python prints of an object
+
+
+def check_environment(x):
+    """Let two trajectories call all tools with made-up arguments, one after the other. Do all calls of a tool
+    fail? Can the policy read the results? Does one trajectory change what the other one sees?
+    """
+    if x.kind != "tools":
+        return
+    rows = [row for row in x.sample(x.train) if not is_blank(prompt_of(x, row))]
+    if not rows:
+        return
+    start_tools, schemas = x.tools
+    with own_modules(), quiet(), watched_process() as process_calls:
+        one, other = (x.script.Trajectory({"columns": row}, None) for row in (rows[0], rows[-1]))
+        beginnings = start_tools([one])
+        before = shared_values(one)
+        beginnings += start_tools([other])
+        changed = changes(before, one)
+        for text in beginnings:
+            yield from text_faults(x, "reset", text)
+        reply = other.ask("reply", "")  # only once, because a simulated user may cost something
+        yield from method_faults("reply('')", reply)
+        yield from text_faults(x, "reply", reply.returned)
+        calls = play(x, one)
+        before = shared_values(one)
+        play(x, other)
+        changed += changes(before, one)
+        for trajectory in (one, other):
+            yield from method_faults("close()", trajectory.ask("close"))
+    for schema in schemas:
+        name = schema["function"]["name"]
+        yield from result_faults(x, name, calls[name])
+    [is_over], [get_reward] = calls["is_over"], calls["get_reward"]
+    yield from method_faults("get_reward()", get_reward)
+    yield from method_faults("is_over()", is_over)
+    if is_over.returned not in (True, False, None):
+        yield error(f"--environment: is_over returned {short(repr(is_over.returned))}: return True or False")
+    yield from sharing_faults(x, changed, rows)
+    for call, place in process_calls.items():
+        if x.args.tool_workers > 1:
+            yield error(
+                f"{place} calls {call}, which holds for all threads, so tools that run at once would disturb "
+                "each other: use a process as in examples/python_tool.py, or --tool-workers 1"
+            )
+
+
+def play(x, trajectory):
+    """Call each tool three times with made-up arguments, then is_over and get_reward, as the script would.
+
+    -> dict: name -> list of Job, which are done
+    """
+    end, calls = time.time() + QUICK_SECONDS, {}
+    for schema in x.tools[1]:
+        function = schema["function"]
+        name = function["name"]
+        calls[name] = []
+        for i in range(3):
+            job = trajectory.worker.submit(trajectory.tools[name], **made_up_arguments(function, i))
+            calls[name].append(job)
+            if not job.is_in_time(end - time.time()):
+                if job.is_given_up:
+                    trajectory.worker.replace_thread()
+                raise NotChecked(f"calls of tools, because they took longer than {QUICK_SECONDS:g} seconds")
+    for name in ("is_over", "get_reward"):
+        calls[name] = [trajectory.ask(name)]
+        calls[name][0].is_done.wait()
+    return calls
+
+
+def made_up_arguments(function, i):
+    """Arguments number i of a function, from its schema. -> dict"""
+    parameters = function["parameters"]
+    return {name: made_up(parameters["properties"][name], i) for name in parameters.get("required", [])}
+
+
+def made_up(schema, i):
+    """Value number i for an argument with this schema."""
+    values = schema.get("enum") or ARGUMENTS.get(str(schema.get("type")), ARGUMENTS["string"])
+    return values[i % len(values)]
+
+
+def line_of(problem):
+    """An exception on one line."""
+    return f"{type(problem).__name__}: {short(str(problem), 150)}"
+
+
+@contextlib.contextmanager
+def watched_process():
+    """Note what threads meanwhile do to the whole process. -> dict: what they called -> file and line"""
+    seen = {}
+
+    def noting(call, function):
+        def noted(*inputs):
+            caller = sys._getframe(1)
+            if threading.current_thread() is not threading.main_thread():
+                seen[call] = f"{Path(caller.f_code.co_filename).name}, line {caller.f_lineno},"
+            return function(*inputs)
+
+        return noted
+
+    redirect = contextlib.redirect_stdout
+    with (
+        mock.patch.object(os, "chdir", noting("os.chdir()", os.chdir)),
+        mock.patch.object(redirect, "__enter__", noting("redirect_stdout()", redirect.__enter__)),
+    ):
+        yield seen
+
+
+def text_faults(x, name, text):
+    """What reset and reply return is read by the policy, and should not be cut off."""
+    if not isinstance(text, str | None):
+        yield error(f"--environment: {name} returned {short(repr(text))}: return a text, or None")
+    elif text and num_tokens(x, text) > x.args.max_tool_tokens:
+        yield error(
+            f"--environment: {name} returns {num_tokens(x, text)} tokens, of which the policy would read the "
+            f"first --max-tool-tokens {x.args.max_tool_tokens}: raise it"
+        )
+
+
+def num_tokens(x, text):
+    return len(x.tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def method_faults(call, job):
+    """An exception in a method that is no tool. job: the call, in the thread of its trajectory"""
+    job.is_done.wait()
+    if job.error is not None:
+        yield error(f"--environment: {call} ends the run: {line_of(job.error)}")
+
+
+def result_faults(x, name, jobs):
+    """Calls of a tool that all fail, and results that the policy cannot read. jobs: its calls"""
+    results = [job.returned for job in jobs if job.error is None]
+    problems = [job.error for job in jobs if job.error is not None]
+    for problem in problems:
+        if OTHER_THREAD.search(str(problem)):
+            yield error(
+                f"tool {name} does not work in a thread, where tools run: {line_of(problem)}. Open a "
+                "connection of sqlite3 in the function or in reset; use --tool-timeout instead of a signal"
+            )
+            return
+    if not results:
+        # None is what a search for the arguments may have found.
+        is_code = all(isinstance(one, FAULTS_OF_CODE) and "'NoneType'" not in str(one) for one in problems)
+        yield (error if is_code else remark)(
+            f"all {len(jobs)} calls of {name} with made-up arguments fail: {line_of(problems[0])}"
+        )
+    for result in results:
+        if not isinstance(result, str) and UNREADABLE.fullmatch(str(result)):
+            yield error(
+                f"tool {name} returns an object of type {type(result).__name__}; the policy would read "
+                f"{short(str(result))}: return a text"
+            )
+            return
+    longest = max((num_tokens(x, str(result)) for result in results), default=0)
+    if longest > x.args.max_tool_tokens:
+        yield remark(
+            f"tool {name} returned {longest} tokens, of which the policy would read the first "
+            f"--max-tool-tokens {x.args.max_tool_tokens}"
+        )
+
+
+# ---- State that trajectories share -------------------------------------------------------------------------
+
+PLACES = {
+    "class": "belongs to the class",
+    "object": "is one object for all of them (a default argument, or a value of the module)",
+    "module": "belongs to the module",
+}
+
+
+def shared_values(trajectory):
+    """The values that the tools of a trajectory see: of its environment, of its class, and of their files.
+
+    -> dict: (place, name) -> str
+    """
+    environment, values = trajectory.environment, {}
+    for one in type(environment).__mro__[-2::-1]:  # without object, and so that a class replaces its parents
+        values |= {("class", name): value for name, value in vars(one).items()}
+    values |= {("object", name): value for name, value in getattr(environment, "__dict__", {}).items()}
+    for function in (getattr(environment, "reset", None), *trajectory.tools.values()):
+        names = getattr(inspect.unwrap(function), "__globals__", {})
+        values |= {("module", name): value for name, value in names.items()}
+    shown = reprlib.Repr()
+    shown.maxlist = shown.maxdict = shown.maxset = shown.maxstring = shown.maxother = 1000
+    return {place: shown.repr(value) for place, value in values.items() if not place[1].startswith("__")}
+
+
+def changes(before, trajectory):
+    """What has changed since shared_values(trajectory) was before. -> list of (place, name)"""
+    after = shared_values(trajectory)
+    return [place for place in before if before[place] != after.get(place)]
+
+
+def sharing_faults(x, changed, rows):
+    """changed: values (place, name) of one trajectory that another one has changed. A cache or a counter may
+    change if no result shows it. A public value of an environment should be its own.
+    """
+    unclear = [(place, name) for place, name in changed if place == "module" or name.startswith("_")]
+    is_seen = unclear and x.is_light and results_depend_on_others(x, rows)
+    for place, name in changed:
+        text = f"reset or a call of one trajectory changes {name} of all trajectories: it {PLACES[place]}"
+        if (place, name) in unclear and not is_seen:
+            yield remark(f"{text}. That is right only for a cache or a counter")
+        elif x.args.environment:
+            yield error(f"--environment: {text}. Make a new one in reset, as self.{name}")
+        else:
+            yield error(f"--tools: {text}, and later results show it. Use --environment")
+
+
+def results_depend_on_others(x, rows):
+    """True if a trajectory reads something else after another one has played, and the same each time alone:
+    so the difference is not chance.
+    """
+    alone, alone_again = answers_of_first(x, rows[:1]), answers_of_first(x, rows[:1])
+    return alone == alone_again != answers_of_first(x, [rows[0], rows[-1]])
+
+
+def answers_of_first(x, rows):
+    """Import the tools afresh, start a trajectory for each row, and let the first one play last.
+
+    -> what its tools and its environment answer, a list of str
+    """
+    with own_modules(), quiet():
+        start_tools, _ = x.script.load_tools(replace(x.args, tool_workers=1))
+        trajectories = [x.script.Trajectory({"columns": row}, None) for row in rows]
+        start_tools(trajectories)
+        for trajectory in reversed(trajectories):
+            calls = play(x, trajectory)
+        for trajectory in trajectories:
+            trajectory.ask("close").is_done.wait()
+    jobs = itertools.chain(*calls.values())
+    return [str(job.returned) if job.error is None else line_of(job.error) for job in jobs]
+
+
+# ---- Chat templates of tools -------------------------------------------------------------------------------
 
 PROBE = {  # a tool that nobody has, to see what the chat template makes of it
     "name": "weigh_fruit",
@@ -2876,267 +3068,6 @@ def prompts_by_roles(x):
         if is_messages(prompt):
             found.setdefault(tuple(str(message.get("role")) for message in prompt), prompt)
     return found
-
-
-def returns_nothing(function):
-    """True if a function has no return statement with a value; False if its source is not known."""
-    try:
-        [definition] = ast.parse(textwrap.dedent(inspect.getsource(function))).body
-    except (OSError, TypeError, SyntaxError):
-        return False
-    if not isinstance(definition, ast.FunctionDef):
-        return False
-    return not any(isinstance(node, ast.Return) and node.value is not None for node in ast.walk(definition))
-
-
-# Made-up arguments of tools, by their JSON type.
-ARGUMENTS = {
-    "integer": (1, 0, 50),
-    "number": (1.5, 0.0, 50.0),
-    "string": ("1", "", "a"),
-    "boolean": (True, False, True),
-    "array": ([], [1], ["a"]),
-    "object": ({}, {"a": 1}, {}),
-}
-FAULTS_OF_CODE = (AttributeError, NameError, ImportError)  # whatever a policy's arguments are
-
-
-def check_environment(x):
-    """Call all tools with made-up arguments. Do all calls fail? Do they return what no policy can read,
-    change other objects, or work only in the thread that imported their file?
-    """
-    if x.kind != "tools":
-        return
-    start_tools, schemas = x.tools
-    rows = [row for row in x.sample(x.train) if not is_blank(prompt_of(x, row))]
-    if not rows:
-        return
-    functions = [schema["function"] for schema in schemas]
-    with own_modules(), quiet():
-        one, other, twin = (x.script.Trajectory({"columns": rows[i]}, None) for i in (0, -1, 0))
-        texts = {"reset": start_tools([one])[0]}
-        for name in x.script.OWN_METHODS:
-            if not callable(getattr(one.environment, name, callable)):
-                raise Fault(
-                    f"--environment: the script calls {name}(), but reset sets it to a value: rename it"
-                )
-        before = shared_values(one)
-        began = [texts["reset"], *start_tools([other])]
-        changed = changes(before, one)
-        jobs = {call: other.ask(*call) for call in (("reply", ""), ("reply", "a"), ("is_over",))}
-        done = {call: job for call, job in jobs.items() if job.is_done.wait(QUICK_SECONDS)}
-        start_tools([twin])
-        start = time.time()
-        calls, verdict = calls_with(x, one, functions)
-        again, verdict_again, alone, bound = {}, None, None, {}
-        if calls and time.time() < start + QUICK_SECONDS / 4:
-            before = shared_values(one)
-            again, verdict_again = calls_with(x, twin, functions)
-            changed |= changes(before, one)
-            alone = calls_elsewhere(x, rows[0], functions) if x.is_light else None
-            bound = bound_to_a_thread(x, start_tools, rows[0], functions, calls, again, alone)
-    # The same calls lead to something else, and not because of random numbers.
-    is_seen = again and (answers(calls), verdict) != (answers(again), verdict_again)
-    is_seen = is_seen and alone is not None and answers(alone[0]) == answers(calls)
-    for (name, *inputs), job in done.items():
-        if job.error is not None:
-            text = f"{type(job.error).__name__}: {short(str(job.error), 150)}"
-            yield error(f"--environment: {name}({', '.join(map(repr, inputs))}) ends the run: {text}")
-        elif name == "reply":
-            texts[name] = job.returned
-    for name, text in texts.items():
-        if not isinstance(text, str | None):
-            yield error(f"--environment: {name} returned {short(repr(text))}: return a text, or None")
-    yield from start_faults(x, [text for text in began if isinstance(text, str)])
-    if verdict and (isinstance(verdict[0], str) or callable(verdict[0])):
-        yield error(f"--environment: is_over returns {short(repr(verdict[0]))}: it must be True or False")
-    for name, place in changed.items():
-        is_private = name.startswith("_") or place == "module"
-        text = f"reset or a call of one trajectory changes {name} of all trajectories"
-        if is_private and not is_seen:
-            yield remark(f"tools and environments: {text}")
-        elif x.args.environment:
-            fix = f"make a new one in reset, as self.{name}"
-            yield error(f"--environment: {text}, because it {PLACES[place]}: {fix}")
-        else:
-            yield error(f"--tools: {text}, and later results show it: use --environment")
-    for name, found in calls.items():
-        yield from result_faults(x, name, found)
-    for name, (here, there) in bound.items():
-        yield error(
-            f"tool {name} works otherwise in a thread that did not import its file: {short(here)!r} instead "
-            f"of {short(there)!r}. Set up in the function, or in reset, what counts in one thread only, such "
-            "as a connection of sqlite3 or the precision of decimal"
-        )
-
-
-PLACES = {
-    "class": "belongs to the class",
-    "object": "is one object for all of them (a default argument, or a value of the module)",
-    "module": "belongs to the module",
-}
-
-
-@dataclass(frozen=True)
-class Call:
-    """What a call of a tool with made-up arguments led to."""
-
-    result: object = None
-    problem: BaseException | None = None
-
-    @property
-    def text(self):
-        return str(self.result) if self.problem is None else f"{type(self.problem).__name__}: {self.problem}"
-
-
-def answers(calls):
-    """What the policy would read of these calls. -> dict: name -> list of str"""
-    return {name: [call.text for call in found] for name, found in calls.items()}
-
-
-def start_faults(x, texts):
-    """What reset returns is the beginning of a task: nothing of it should be cut off."""
-    lengths = [len(x.tokenizer(text, add_special_tokens=False).input_ids) for text in texts if text]
-    if max(lengths, default=0) > x.args.max_tool_tokens:
-        yield error(
-            f"--environment: reset returns {max(lengths)} tokens, of which the policy would read the first "
-            f"--max-tool-tokens {x.args.max_tool_tokens}: raise it"
-        )
-
-
-def result_faults(x, name, found):
-    """found: list of Call, of one tool"""
-    problems = [call.problem for call in found if call.problem is not None]
-    if found and len(problems) == len(found):
-        is_code = all(is_of_code(problem) for problem in problems)
-        text = f"{type(problems[0]).__name__}: {short(str(problems[0]), 150)}"
-        yield (error if is_code else remark)(
-            f"all {len(found)} calls of {name} with made-up arguments fail: {text}"
-        )
-    for call in found:
-        kind = type(call.result).__name__
-        if getattr(call.result, "__name__", None) == name:  # of a generator, which check_tool refuses
-            break
-        if isinstance(call.result, (bytes, bytearray)) or ADDRESS.fullmatch(call.text) and kind != "str":
-            text = f"tool {name} returns an object of type {kind}; the policy would read {short(call.text)}"
-            yield error(f"{text}: return a text")
-            break
-    texts = [call.text for call in found if call.problem is None]
-    lengths = [len(x.tokenizer(text, add_special_tokens=False).input_ids) for text in texts]
-    if max(lengths, default=0) > x.args.max_tool_tokens:
-        yield remark(
-            f"tool {name} returned {max(lengths)} tokens, of which the policy would read the first "
-            f"--max-tool-tokens {x.args.max_tool_tokens}"
-        )
-
-
-def is_of_code(problem):
-    """True for an exception that does not depend on the arguments, unlike None from a search for them."""
-    return isinstance(problem, FAULTS_OF_CODE) and "'NoneType'" not in str(problem)
-
-
-ADDRESS = re.compile(r"\[?<.* at 0x[0-9a-f]+>.*", re.DOTALL)  # what Python prints of an object without a text
-
-
-def bound_to_a_thread(x, start_tools, row, functions, calls, again, alone):
-    """What is set up when a file is imported may count in that thread only, but tools run in others.
-
-    calls, again: what the tools said in the thread of a worker; alone: from calls_elsewhere
-    -> dict: name -> two different texts
-    """
-    found = {}
-    if not again or alone is None or answers(alone[0]) != answers(alone[1]):
-        return found
-    for name in alone[0]:
-        for here, here_again, there in zip(calls[name], again[name], alone[0][name]):
-            if there.problem is None and here.text == here_again.text != there.text:
-                found.setdefault(name, (here.text, there.text))
-    if found:  # or does the clock tick in them?
-        last = x.script.Trajectory({"columns": row}, None)
-        start_tools([last])
-        if answers(calls_with(x, last, functions)[0]) != answers(calls):
-            return {}
-    return found
-
-
-def shared_values(trajectory):
-    """The values of an environment, its class, and the files of the tools. -> dict: (place, name) -> str"""
-    environment, found = trajectory.environment, {}
-    for one in type(environment).__mro__[-2::-1]:
-        found |= {("class", name): value for name, value in vars(one).items()}
-    found |= {("object", name): value for name, value in getattr(environment, "__dict__", {}).items()}
-    for one in (getattr(type(environment), "reset", None), *trajectory.tools.values()):
-        values = getattr(inspect.unwrap(one), "__globals__", {})
-        found |= {("module", name): value for name, value in values.items()}
-    shown = reprlib.Repr()
-    shown.maxlist = shown.maxdict = shown.maxset = shown.maxstring = shown.maxother = 1000
-    return {
-        place: shown.repr(value)
-        for place, value in found.items()
-        if not place[1].startswith("__") and not isinstance(value, property) and not inspect.isroutine(value)
-    }
-
-
-def changes(before, trajectory):
-    """What is not as before. -> dict: name -> place, of the class rather than of an object"""
-    after = shared_values(trajectory)
-    return {name: place for place, name in [*before][::-1] if before[place, name] != after.get((place, name))}
-
-
-def calls_with(x, trajectory, functions):
-    """Call each tool of a trajectory three times, in its thread.
-
-    -> dict: name -> list of Call, empty if it takes too long; what the environment says after it
-    """
-    jobs = [trajectory.worker.submit(call_made_up, x, trajectory.tools, functions)]
-    jobs += [trajectory.ask(name) for name in ("is_over", "get_reward")]
-    if not all(job.is_done.wait(QUICK_SECONDS) for job in jobs):
-        return {}, None
-    return jobs[0].result(), [job.returned for job in jobs[1:]]
-
-
-def call_made_up(x, tools, functions):
-    found = {function["name"]: [] for function in functions}
-    for function in functions:
-        for i in range(3):
-            arguments = made_up_arguments(function, i)
-            try:
-                result = x.script.finished(tools[function["name"]](**arguments))
-                found[function["name"]].append(Call(result))
-            except BaseException as problem:  # of sys.exit() too
-                found[function["name"]].append(Call(None, problem))
-    return found
-
-
-def calls_elsewhere(x, row, functions):
-    """The same calls, twice, in a thread that imports the files itself. -> two dicts, or None"""
-
-    def play():
-        tools = x.script.load_functions(x.args.tools or [])
-        make_environment, found = environment_class(x) if x.args.environment else None, []
-        for _ in range(2):
-            own = dict(tools)
-            if make_environment is not None:
-                environment = make_environment()
-                x.script.finished(environment.reset(**copy.deepcopy(row)))
-                own = {f["name"]: getattr(environment, f["name"], None) for f in functions} | own
-            found.append(call_made_up(x, own, functions))
-        return found
-
-    job = x.script.Worker().submit(play)
-    return job.returned if job.is_done.wait(2 * QUICK_SECONDS) else None
-
-
-def made_up_arguments(function, i):
-    """Arguments number i of a function, from its schema. -> dict"""
-    parameters = function["parameters"]
-    return {name: made_up(parameters["properties"][name], i) for name in parameters.get("required", [])}
-
-
-def made_up(schema, i):
-    """Value number i for an argument with this schema."""
-    values = schema.get("enum") or ARGUMENTS.get(str(schema.get("type")), ARGUMENTS["string"])
-    return values[i % len(values)]
 
 
 def check_tool_format(x):
@@ -3620,7 +3551,9 @@ def show_tools(x):
     yield marked(x.tokenizer, ids, special_ids(x.tokenizer), None)
     example = next(example for example in x.examples("train") if example.is_kept)
     with own_modules(), quiet():
-        [text] = x.tools[0]([x.script.Trajectory({"columns": example.row}, None)])
+        trajectory = x.script.Trajectory({"columns": example.row}, None)
+        [text] = x.tools[0]([trajectory])
+        trajectory.ask("close").result()
     if text:
         *earlier, last = example.prompt
         ids = turn_format.prompt_ids([*earlier, last | {"content": last["content"] + text}])

@@ -58,7 +58,6 @@ def test_every_check_is_in_the_list():
         check.check_clipped,
         check.check_order,
         check.check_last_turn,
-        check.check_tool,
     }
     assert {*defined} - parts == {*check.CHECKS}
     assert {*check.ONLY_REMARKS} < {*check.CHECKS}

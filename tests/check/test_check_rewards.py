@@ -337,25 +337,14 @@ async def stream(query: str) -> str:
     yield query
 
 
-def impatient(query: str) -> str:
-    """Find a page.
-
-    Args:
-        query: words
-    """
-    signal.alarm(2)
-    return query
-
-
 renamed = search
 '''
 TOOLS = {
     "no docstring": (["twice"], "tool twice cannot be described"),
     "no types": (["untyped"], "tool untyped cannot be described"),
-    "generator": (["pages"], "tool pages is a generator"),
+    "generator": (["pages"], "tool pages returns an object of type generator"),
     "printing": (["printing"], "tool printing prints its result: return it"),
-    "async generator": (["stream"], "tool stream is a generator"),
-    "signal": (["impatient"], "tool impatient calls signal.alarm(), which works only in the main thread"),
+    "async generator": (["stream"], "tool stream returns an object of type async_generator"),
     "two of one name": (["search", "search"], "2 tools are called search"),
 }
 
@@ -487,12 +476,12 @@ BROKEN = {  # old, new -> what is said
     "a tool called reply": (
         "def get_reward(",
         "def reply(self):\n        return None\n\n    def get_reward(",
-        "the script calls reply(text), which is no tool",
+        "reply('') ends the run: TypeError",
     ),
     "signal": (
         "def get_reward(self):",
-        "def get_reward(self):\n        signal.signal(1, 2)",
-        "Guesses.get_reward calls signal.signal()",
+        "def get_reward(self):\n        import signal\n        signal.signal(signal.SIGALRM, print)",
+        "ValueError: signal only works in main thread",
     ),
 }
 
@@ -509,8 +498,8 @@ BROKEN |= {
         "reset returned [{'content': 'Go.'}]: return a text, or None",
     ),
     "reply returns a number": (
-        *begin_with("def reply(self, text):\n        return len(text) or None"),
-        "reply returned 1: return a text, or None",
+        *begin_with("def reply(self, text):\n        return len(text)"),
+        "reply returned 0: return a text, or None",
     ),
     "reply fails": (
         *begin_with("def reply(self, text):\n        return str(int(text))"),
@@ -541,7 +530,7 @@ def test_an_environment_beside_a_recipe(scripts, tmp_path):
     """The recipe's calculator would be one of its tools, and the calculations its tasks."""
     parse_args, environment = scripts["grpo_tools"].parse_args, guesses(tmp_path)["environment"]
     own = ["--environment", environment]
-    word = "with the tools and the data of the recipe tiny"
+    word = "would get the tools and the data of the recipe tiny"
     for words, is_wrong in ((own, True), ([*own, "--tools", "None"], False), (["guess", *own], False)):
         args = parse_args(words)
         x = check.Inputs(scripts["grpo_tools"], args)
@@ -638,16 +627,6 @@ def test_all_forms_of_a_reference():
     chat = [dict(role="assistant", content="Yes.")]
     for row, reference in ((dict(answer=5), "5"), (dict(completion=chat), "Yes."), (dict(text="a"), None)):
         assert check.reference_of(row) == reference
-
-
-def test_a_function_with_the_name_of_get_reward(scripts, small, tmp_path):
-    """The environment's own reward is called environment, and would replace the function's."""
-    (tmp_path / "own_rewards.py").write_text(
-        "def environment(prompts, **columns):\n    return [0.0] * len(prompts)\n"
-    )
-    flags = guesses(tmp_path) | dict(reward_fn=[f"{tmp_path}/own_rewards.py:environment"])
-    found = findings(scripts["grpo_tools"], small("grpo_tools", **flags))
-    assert_only(found, "--reward-fn: the name environment is that of get_reward()")
 
 
 def test_a_judge_without_references(scripts, small, tmp_path):

@@ -1,6 +1,9 @@
 """Calls of tools and environments, and rewards of trajectories: what check.py sees by trying them."""
 
 import copy
+import sys
+import time
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -44,12 +47,100 @@ def tool(tmp_path):
 # ---- Imports -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seconds, count", [(0, 1), (1.1, 0)])
+@pytest.mark.parametrize("seconds, count", [(0, 3), (1.1, 0)])
 def test_a_file_that_loads_something_large_is_not_imported_again(look, tool, monkeypatch, seconds, count):
-    """What works in one thread only is tried by importing the file once more, if that takes no second."""
-    imported = spy(monkeypatch, check, "calls_elsewhere")
-    look(**tool("return '72'", head=f"import time\n\ntime.sleep({seconds})"))
+    """Do results show what trajectories share? If it takes no second, the file is imported afresh."""
+    imported = spy(monkeypatch, check, "answers_of_first")
+    head = f"import time\n\ntime.sleep({seconds})\nnotes = []"
+    found = look(**tool("notes.append(expression)\n    return str(notes)", head))
     assert len(imported) == count
+    assert len(texts(found)) == (count > 0)
+
+
+def test_a_file_in_a_folder_that_python_knows(look, tool, tmp_path, monkeypatch):
+    """As next to the script: it is forgotten too, so that a run starts with a fresh one."""
+    monkeypatch.syspath_prepend(tmp_path)
+    found = look(**tool("notes.append(expression)\n    return str(notes)", "notes = []"))
+    assert_only(found, "changes notes of all trajectories")
+    assert "own_tool" not in sys.modules
+
+
+COUNTED = """
+import time
+
+
+def note(name):
+    with open({log!r}, "a") as file:
+        file.write(name + "\\n")
+
+
+note("import")
+
+
+class Talk:
+    def __init__(self):
+        note("constructor")
+
+    def reset(self, secret, **columns):
+        note("reset")
+
+    def guess(self, number: int) -> str:
+        '''Guess the number.
+
+        Args:
+            number: the guess
+        '''
+        note("guess")
+        time.sleep({seconds})
+        return "no"
+
+    def reply(self, text):
+        note(f"reply {{text!r}}")
+        return "go on"
+
+    def is_over(self):
+        note("is_over")
+        return False
+
+    def get_reward(self):
+        return 0.0
+
+    def close(self):
+        note("close")
+"""
+
+
+@pytest.fixture
+def counted(look, tmp_path):
+    """counted(seconds) -> how often check.py calls what of an environment whose calls take so long"""
+
+    def count(seconds):
+        (tmp_path / "talk.py").write_text(COUNTED.format(log=f"{tmp_path}/log", seconds=seconds))
+        flags = guesses(tmp_path) | dict(
+            environment=f"{tmp_path}/talk.py:Talk", system_prompt="You can guess."
+        )
+        assert texts(look(**flags)) == []
+        time.sleep(3 * seconds)
+        return Counter((tmp_path / "log").read_text().splitlines())
+
+    return count
+
+
+def test_how_often_an_environment_is_called(counted):
+    """A call may cost something: a simulated user behind an API, a container for each object."""
+    counts = counted(0)
+    assert counts["import"] == 2
+    assert counts["reset"] == 62 + 10  # rows, and more (docs/grpo_tools.md, Before a run)
+    assert counts["guess"] == 6
+    assert counts["reply ''"] == 1 and sum(name.startswith("reply") for name in counts) == 1
+    assert counts["is_over"] == 2
+    assert counts["constructor"] == counts["reset"] + 2  # for the schemas
+    assert counts["reset"] == counts["close"]
+
+
+def test_a_call_that_takes_too_long_is_the_last(counted, monkeypatch):
+    monkeypatch.setattr(check, "QUICK_SECONDS", 0.2)
+    assert counted(0.5)["guess"] == 1
 
 
 # ---- Rewards -----------------------------------------------------------------------------------------------
@@ -115,18 +206,18 @@ OF_THE_PROCESS = {  # head, body, what is said
     "in a helper": (
         f"import contextlib, io\n{RUN}",
         "return run(expression)",
-        "contextlib.redirect_stdout()",
+        "own_tool.py, line 4, calls redirect_stdout()",
     ),
     "another name": (
         "from contextlib import redirect_stdout as to",
         "with to(None):\n        return expression",
-        "contextlib.redirect_stdout()",
+        "calls redirect_stdout()",
     ),
-    "a folder": ("import os", "os.chdir('.')\n    return '1'", "os.chdir()"),
+    "a folder": ("import os", "os.chdir('.')\n    return '1'", "calls os.chdir()"),
     "a signal in a helper": (
-        "import signal\n\ndef limit():\n    signal.alarm(0)\n",
+        "import signal\n\ndef limit():\n    signal.signal(signal.SIGALRM, print)\n",
         "limit()\n    return '1'",
-        "signal.alarm()",
+        "tool calculator does not work in a thread, where tools run: ValueError: signal only works in main",
     ),
     "in a process": (
         f"import multiprocessing, os, signal\n{CHILD}",
@@ -144,7 +235,7 @@ def test_what_holds_for_all_threads(look, tool, head, body, word):
     if word is None:
         assert texts(found) == []
     else:
-        assert_only(found, f"tool calculator calls {word}")
+        assert_only(found, word)
 
 
 def test_one_thread_may_change_the_process(look, tool):
@@ -157,18 +248,13 @@ def test_a_method_that_changes_the_process(look, tmp_path):
     path = tmp_path / "guesses.py"
     text = path.read_text().replace("def get_reward(self):", "def get_reward(self):\n        os.chdir('.')")
     path.write_text(f"import os\n{text}")
-    assert_only(look(**flags), "Guesses.get_reward calls os.chdir()")
+    assert_only(look(**flags), "guesses.py, line 20, calls os.chdir()")
 
 
 BOUND = {  # head, body, whether it works otherwise in another thread
     "a connection": (
         "import sqlite3\n\ndata = sqlite3.connect(':memory:')",
         "return str(data.execute('select 1').fetchall())",
-        True,
-    ),
-    "the precision": (
-        "import decimal\n\ndecimal.getcontext().prec = 50",
-        "return str(decimal.Decimal(1) / 3)",
         True,
     ),
     "a connection for each call": (
@@ -191,7 +277,7 @@ BOUND = {  # head, body, whether it works otherwise in another thread
 def test_what_counts_in_the_thread_of_the_import(look, tool, head, body, is_bound):
     found = look(**tool(body, head))
     if is_bound:
-        assert_only(found, "tool calculator works otherwise in a thread that did not import its file")
+        assert_only(found, "tool calculator does not work in a thread, where tools run: ProgrammingError")
     else:
         assert texts(found) == []
 
@@ -203,6 +289,7 @@ RESULTS = {  # body, what is said
     "object": ("return object()", "returns an object of type object"),
     "objects": ("return [object()]", "returns an object of type list"),
     "bytes": ("return expression.encode()", "the policy would read b'1': return a text"),
+    "generator": ("yield '72'", "returns an object of type generator"),
     "number": ("return 42", None),
     "list": ("return [expression, 'a <b at 0x1>']", None),
     "text about an object": ("return str(object())", None),
@@ -284,10 +371,13 @@ def test_state_that_functions_share(look, tool, head, body, kind):
 
 METHODS = {  # more of the class, what is said
     "is_over": ("def is_over(self):\n        return len(self.own) > 2", None),
-    "a text": ("def is_over(self):\n        return str(len(self.own) > 2)", "is_over returns 'True'"),
-    "a method": ("def is_over(self):\n        return self.get_reward", "is_over returns <bound method"),
+    "a text": (
+        "def is_over(self):\n        return str(len(self.own) > 2)",
+        "is_over returned 'True': return True or False",
+    ),
+    "a method": ("def is_over(self):\n        return self.get_reward", "is_over returned <bound method"),
     "no return": ("def is_over(self):\n        len(self.own) > 2", "is_over() returns nothing"),
-    "a generator": ("def is_over(self):\n        yield False", "is_over is a generator"),
+    "a generator": ("def is_over(self):\n        yield False", "is_over returned <generator object"),
     "a printed reply": ("def reply(self, text):\n        print(text)", "reply() returns nothing"),
     "an empty method": ("def is_over(self):\n        pass", None),
     "close": ("def close(self):\n        self.own.clear()", None),
@@ -312,7 +402,6 @@ BEGINNINGS = {
     "nothing": ("return", None),
     "a pair": ("return 'go on', {}", "reset returned ('go on', {}): return a text, or None"),
     "a number": ("return 0", "reset returned 0: return a text, or None"),
-    "a value": ("self.is_over = False", "the script calls is_over(), but reset sets it to a value"),
 }
 
 
@@ -334,14 +423,14 @@ STATES = {  # head, reset, body, kind, what is said
         "self.own = others",
         "self.own.append(name)\n        return 'done'",
         "error",
-        "changes own of all trajectories, because it is one object",
+        "changes own of all trajectories: it is one object",
     ),
     "of the module": (
         "board = []",
         "board.clear()",
         "board.append(name)\n        return str(board)",
         "error",
-        "changes board of all trajectories, because it belongs to the module",
+        "changes board of all trajectories: it belongs to the module",
     ),
     "in the reward": (
         "count = 0",

@@ -1555,7 +1555,7 @@ check.lists_only: the keys of a mapping are rewards
   + (Set, str)
 check.changes: state of the class, which all objects share
   check/test_check_rewards.py::test_calls_of_an_environment[shared]
-  - before[place, name] != after.get((place, name))
+  - before[place] != after.get(place)
   + False
 grpo_tools.run_call: a call that is refused after a time-out is an error of the tool
   math/test_tools.py::test_an_environment_is_left_after_a_call_that_hangs
@@ -1568,37 +1568,37 @@ grpo_tools.run_call: a call that is refused after a time-out is an error of the 
 check.check_environment: what reset changes in the class is read too late
   check/test_check_rewards.py::test_a_reset_that_changes_all_objects
   -         before = shared_values(one)
-  -         began = [texts["reset"], *start_tools([other])]
-  +         began = [texts["reset"], *start_tools([other])]
+  -         beginnings += start_tools([other])
+  +         beginnings += start_tools([other])
   +         before = shared_values(one)
 check.result_faults: an environment whose calls all fail
   check/test_check_rewards.py::test_calls_of_an_environment[always fails]
-  - found and len(problems) == len(found)
-  + False
-check.check_environment: a board of the module, which all objects share
+  - if not results:
+  + if False:
+check.sharing_faults: a board of the module, which all objects share
   check/test_check_tool_calls.py::test_state_that_objects_share[of the module]
-  - if is_private and not is_seen:
-  + if is_private:
-check.bound_to_a_thread: a connection of the thread that imported a tool
+  - if (place, name) in unclear and not is_seen:
+  + if (place, name) in unclear:
+check.result_faults: a connection of the thread that imported a tool
   check/test_check_tool_calls.py::test_what_counts_in_the_thread_of_the_import[a connection]
-  - != there.text
-  + != here.text
+  - OTHER_THREAD.search(str(problem))
+  + False
 check.result_faults: a result that has no text
   check/test_check_tool_calls.py::test_what_no_policy_can_read[map]
-  - ADDRESS.fullmatch(call.text) and kind != "str"
+  - UNREADABLE.fullmatch(str(result))
   + False
-check.calls_of: a redirected output in a helper
+check.watched_process: a redirected output in a helper
   check/test_check_tool_calls.py::test_what_holds_for_all_threads[in a helper]
-  - called not in functions
+  - threading.current_thread() is not threading.main_thread()
   + False
 check.check_last_turn: a reward that reads the call instead of the answer
   check/test_check_tool_calls.py::test_a_reward_that_reads_the_first_message[first]
-  - if counts and all(
-  + if not counts and all(
+  - if name not in reads_last:
+  + if name in reads_last:
 check.check_last_turn: a reward that searches the results is refused
   check/test_check_tool_calls.py::test_a_reward_that_reads_the_first_message[grounded]
-  - [["nothing found"] * len(rows), answers]
-  + [["nothing found"] * len(rows)]
+  - (["nothing found"] * len(rows), answers)
+  + (["nothing found"] * len(rows),)
 check.pair_faults: a template that writes one of two results
   check/test_check_tool_calls.py::test_results_of_two_calls[one result]
   - pairs[0] in pairs[1:]
@@ -1667,23 +1667,22 @@ check.check_held_out: held-out rows with the same prompt are training rows
   check/test_check_data.py::test_training_rows_that_are_held_out
   - repr(row) in rows for row
   + key_of(row) in train for row
-check.thread_faults: a signal may be set in a thread
-  check/test_check_rewards.py::test_broken_environments[signal]
-  - if call in SIGNALS:
-  + if False:
+check.play: calls go on after one that takes too long
+  check/test_check_tool_calls.py::test_a_call_that_takes_too_long_is_the_last
+  - end - time.time()
+  + 9.0
 check.environment_faults: the tools of a recipe may stay beside an environment
   check/test_check_rewards.py::test_an_environment_beside_a_recipe
-  - if kept and
-  + if False and
-check.environment_faults: a tool may have the name of a method that the script calls
+  - (recipe.tools, recipe.dataset_name) == (x.args.tools, x.args.dataset_name)
+  + False
+check.method_faults: a tool may have the name of a method that the script calls
   check/test_check_rewards.py::test_broken_environments[a tool called reply]
-  - except TypeError as problem:
-  + except TypeError as problem:
-  +             continue
-check.check_tool: an async generator may be a tool
-  check/test_check_rewards.py::test_tools[async generator]
-  -  or inspect.isasyncgenfunction(function)
-  +
+  - if job.error is not None:
+  + if False:
+check.own_modules: a file next to the script is not forgotten
+  check/test_check_tool_calls.py::test_a_file_in_a_folder_that_python_knows
+  - Counter(sys.path) - Counter(path)
+  + {*sys.path} - {*path}
 grpo_tools.load_tools: the policy can ask for its reward
   math/test_tools.py::test_the_tools_of_an_environment
   - name not in OWN_METHODS
