@@ -2881,11 +2881,11 @@ def watched_process():
 
 
 def text_faults(x, name, text):
-    """What reset and reply return is read by the policy, and should not be cut off."""
+    """What reset and reply return must be a text, and should not be cut off, least of all the task."""
     if not isinstance(text, str | None):
         yield error(f"--environment: {name} returned {short(repr(text))}: return a text, or None")
     elif text and num_tokens(x, text) > x.args.max_tool_tokens:
-        yield error(
+        yield (error if name == "reset" else remark)(
             f"--environment: {name} returns {num_tokens(x, text)} tokens, of which the policy would read the "
             f"first --max-tool-tokens {x.args.max_tool_tokens}: raise it"
         )
