@@ -1,7 +1,10 @@
 """The changes of lines in docs/grpo_tools.md: one update of each, and its gradient by a plain loop."""
 
 import functools
+import json
+import math
 import types
+from statistics import fmean
 from types import SimpleNamespace
 
 import accelerate
@@ -16,6 +19,9 @@ import grpo_tools as script
 
 pytest_plugins = ["run_fixtures"]
 K, TASKS, T = 4, 8, 96  # trajectories per task, tasks, tokens per trajectory
+RECIPES = {  # title of a block -> a recipe that is not tiny, and flags
+    "Reward per turn": ("guess", dict(environment="examples/guess_for_bits.py:GuessForBits")),
+}
 BLOCKS = blocks((ROOT / "docs/grpo_tools.md").read_text().split("## Lines to change")[1])
 
 
@@ -26,7 +32,8 @@ def update(tmp_path_factory):
     @functools.cache
     def run(title, max_turns):
         with handlers_kept(), pytest.MonkeyPatch.context() as patch:
-            return recorded_update(patch, variant(BLOCKS[title]), max_turns)
+            recipe, flags = RECIPES.get(title, ("tiny", {}))
+            return recorded_update(patch, variant(BLOCKS[title]), recipe, dict(max_turns=max_turns, **flags))
 
     def variant(block):
         module = types.ModuleType("grpo_tools")
@@ -35,16 +42,16 @@ def update(tmp_path_factory):
         exec(compile(source, "variant", "exec"), module.__dict__)
         return module
 
-    def recorded_update(patch, module, max_turns):
+    def recorded_update(patch, module, recipe, flags):
         args = module.replace(
-            module.RECIPES["tiny"],
+            module.RECIPES[recipe],
             total_episodes=K * TASKS,
             per_device_train_batch_size=8,
             gradient_accumulation_steps=K * TASKS // 8,
             local_rollout_forward_batch_size=8,
             num_generations=K,
             response_length=T,
-            max_turns=max_turns,
+            **flags,
             temperature=1.3,
             learning_rate=0.0,
             max_grad_norm=None,
@@ -93,15 +100,36 @@ def answers(x):
     return float(f"<answer>{x.example['columns']['answer']}</answer>" in x.messages[-1]["content"])
 
 
-def failures_of_turns(x):
-    """The failed calls of each turn. The last turn's are those that the messages do not have."""
-    counts = [0] * x.num_turns
-    turn = -1
-    for message in x.messages:
-        turn += message["role"] == "assistant"
-        counts[turn] += message["role"] == "tool" and message["content"].startswith("error: ")
-    counts[-1] += x.num_failures - sum(counts)
-    return counts
+RESULTS = {  # of a guess -> the numbers that it leaves possible
+    "higher": lambda number, guess: number > guess,
+    "lower": lambda number, guess: number < guess,
+    "right": lambda number, guess: False,  # none is left to find
+}
+
+
+def bits_of_turns(x):
+    """What each turn of a game tells about a number from 1 to 31, in bits, by going through all numbers."""
+    possible, bits = range(1, 32), []
+    calls = []
+    for message in x.messages + x.unread:
+        if message["role"] == "assistant":
+            calls = list(message["tool_calls"])
+            bits.append(0.0)
+        elif message["content"] in RESULTS:
+            guess = json.loads(calls.pop(0))["arguments"]["number"]
+            left = [number for number in possible if RESULTS[message["content"]](number, guess)]
+            bits[-1] += math.log2((len(possible) + 1) / (len(left) + 1))
+            possible = left
+        elif message["role"] == "tool":
+            calls.pop(0)  # it failed
+    return bits
+
+
+def game_reward(x):
+    """0, or 1 for a number that is found by the last of 8 guesses, and an eighth more for each one left."""
+    results = [message["content"] for message in x.messages + x.unread]
+    num_guesses = sum(result in RESULTS for result in results)
+    return 2 - num_guesses / 8 if "right" in results else 0.0
 
 
 def group_advantages(scores):
@@ -113,7 +141,7 @@ def group_advantages(scores):
 
 
 SCORES = {  # title of a block -> the score of a trajectory
-    "Reward per turn": answers,
+    "Reward per turn": game_reward,
     "Discount over turns": lambda x: answers(x) * 0.9 ** (x.num_turns - 1),
     "Penalty per call": lambda x: answers(x) - 0.05 * x.num_calls,
     "No loss on trajectories that were cut off": answers,
@@ -124,18 +152,20 @@ SCORES = {  # title of a block -> the score of a trajectory
 @pytest.mark.parametrize("title", SCORES)
 def test_the_gradient_of_a_variant(update, title):
     assert BLOCKS.keys() == SCORES.keys()
-    run = update(title, 3)
+    run = update(title, 3)  # turns
     scores = [SCORES[title](x) for x in run.trajectories]
     advantages = [
         [advantage] * x.num_turns for advantage, x in zip(group_advantages(scores), run.trajectories)
     ]
     kept = [True] * len(scores)
     if title == "Reward per turn":
-        for x, of_turns in zip(run.trajectories, advantages):
-            failures = failures_of_turns(x)
-            for turn in range(x.num_turns):
-                of_turns[turn] -= 0.1 * sum(failures[turn:])
-        assert any(len(set(of_turns)) > 1 for of_turns in advantages)
+        bits = [bits_of_turns(x) for x in run.trajectories]
+        for start in range(0, len(bits), K):
+            for turn in range(3):
+                group = [i for i in range(start, start + K) if len(bits[i]) > turn]
+                for i in group:
+                    advantages[i][turn] += bits[i][turn] - fmean(bits[j][turn] for j in group)
+        assert len({len(of_turns) for of_turns in bits}) > 2
     if title.startswith("No loss"):
         kept = [x.has_ended for x in run.trajectories]
         assert 0 < sum(kept) < len(kept)
