@@ -2740,7 +2740,12 @@ def tool_faults(name, function):
         text = "prints its result: return it" if prints else "returns nothing"
         yield (error if prints else remark)(f"tool {name} {text}; the policy would read None")
     try:
-        transformers.utils.get_json_schema(function)
+        own_name = transformers.utils.get_json_schema(function)["function"]["name"]
+        if own_name != name:
+            yield error(
+                f"tool {name} has another __name__, {own_name}, by which the policy would call it: make them "
+                "equal"
+            )
     except Exception as problem:
         line = short(str(problem), 150)
         yield error(
@@ -2794,7 +2799,7 @@ def check_environment(x):
             yield from text_faults(x, "reset", text)
         reply = other.ask("reply", "")  # only once, because a simulated user may cost something
         yield from method_faults("reply('')", reply)
-        yield from text_faults(x, "reply", reply.returned)
+        yield from text_faults(x, "reply", returned(reply))
         calls = play(x, one)
         before = shared_values(one)
         play(x, other)
@@ -2807,8 +2812,8 @@ def check_environment(x):
     [is_over], [get_reward] = calls["is_over"], calls["get_reward"]
     yield from method_faults("get_reward()", get_reward)
     yield from method_faults("is_over()", is_over)
-    if is_over.returned not in (True, False, None):
-        yield error(f"--environment: is_over returned {short(repr(is_over.returned))}: return True or False")
+    if returned(is_over) not in (True, False, None):
+        yield error(f"--environment: is_over returned {short(repr(returned(is_over)))}: return True or False")
     yield from sharing_faults(x, changed, rows)
     for call, place in process_calls.items():
         if x.args.tool_workers > 1:
@@ -2821,7 +2826,7 @@ def check_environment(x):
 def play(x, trajectory):
     """Call each tool three times with made-up arguments, then is_over and get_reward, as the script would.
 
-    -> dict: name -> list of Job, which are done
+    -> dict: name -> list of Future, which are done
     """
     end, calls = time.time() + QUICK_SECONDS, {}
     for schema in x.tools[1]:
@@ -2829,16 +2834,21 @@ def play(x, trajectory):
         name = function["name"]
         calls[name] = []
         for i in range(3):
-            job = trajectory.worker.submit(trajectory.tools[name], **made_up_arguments(function, i))
+            tool = partial(trajectory.tools[name], **made_up_arguments(function, i))
+            job = trajectory.worker.submit(tool)
             calls[name].append(job)
-            if not job.is_in_time(end - time.time()):
-                if job.is_given_up:
-                    trajectory.worker.replace_thread()
+            if not x.script.is_in_time(job, end - time.time()):
+                trajectory.worker.start_thread()
                 raise NotChecked(f"calls of tools, because they took longer than {QUICK_SECONDS:g} seconds")
     for name in ("is_over", "get_reward"):
         calls[name] = [trajectory.ask(name)]
-        calls[name][0].is_done.wait()
+        calls[name][0].exception()  # waits
     return calls
+
+
+def returned(job):
+    """What a call returned; None after an exception."""
+    return job.result() if job.exception() is None else None
 
 
 def made_up_arguments(function, i):
@@ -2897,15 +2907,14 @@ def num_tokens(x, text):
 
 def method_faults(call, job):
     """An exception in a method that is no tool. job: the call, in the thread of its trajectory"""
-    job.is_done.wait()
-    if job.error is not None:
-        yield error(f"--environment: {call} ends the run: {line_of(job.error)}")
+    if job.exception() is not None:
+        yield error(f"--environment: {call} ends the run: {line_of(job.exception())}")
 
 
 def result_faults(x, name, jobs):
     """Calls of a tool that all fail, and results that the policy cannot read. jobs: its calls"""
-    results = [job.returned for job in jobs if job.error is None]
-    problems = [job.error for job in jobs if job.error is not None]
+    results = [job.result() for job in jobs if job.exception() is None]
+    problems = [job.exception() for job in jobs if job.exception() is not None]
     for problem in problems:
         if OTHER_THREAD.search(str(problem)):
             yield error(
@@ -3002,9 +3011,9 @@ def answers_of_first(x, rows):
         for trajectory in reversed(trajectories):
             calls = play(x, trajectory)
         for trajectory in trajectories:
-            trajectory.ask("close").is_done.wait()
+            trajectory.ask("close").exception()  # waits
     jobs = itertools.chain(*calls.values())
-    return [str(job.returned) if job.error is None else line_of(job.error) for job in jobs]
+    return [str(job.result()) if job.exception() is None else line_of(job.exception()) for job in jobs]
 
 
 # ---- Chat templates of tools -------------------------------------------------------------------------------
@@ -3556,7 +3565,8 @@ def show_tools(x):
         trajectory.ask("close").result()
     if text:
         *earlier, last = example.prompt
-        ids = turn_format.prompt_ids([*earlier, last | {"content": last["content"] + text}])
+        prompt = [*earlier, last | {"content": last["content"] + text}]
+        ids = x.script.tokenize_prompt(x.tokenizer, prompt, schemas)
         yield f"{x.place(example.row)}, the prompt with what reset says, {len(ids)} tokens:"
         yield marked(x.tokenizer, ids, special_ids(x.tokenizer), None)
 

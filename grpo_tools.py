@@ -52,7 +52,6 @@ import asyncio
 import atexit
 import copy
 import csv
-import ctypes
 import datetime
 import gzip
 import importlib
@@ -72,6 +71,7 @@ import threading
 import time
 import warnings
 from collections import defaultdict
+from concurrent import futures
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -701,7 +701,7 @@ def sample_responses(policy, turn_format, start_tools, stop_ids, get_scores, bat
         "sampled": sampled,
         "sampling_logprobs": logprobs,
         "lengths": torch.tensor([len(x.tokens) for x in trajectories]),
-        "stopped": torch.tensor([x.has_ended for x in trajectories]),
+        "stopped": torch.tensor([x.end in ENDS[:2] for x in trajectories]),  # nothing cut it off
         "end": torch.tensor([ENDS.index(x.end) for x in trajectories]),
         **{f"rewards/{name}": x for name, x in scores_by_name.items()},
     }
@@ -730,7 +730,6 @@ class Trajectory:
     sampled: list = field(default_factory=list)  # bool, for each token
     logprobs: list = field(default_factory=list)  # with which it was sampled, or 0
     messages: list = field(default_factory=list)  # for reward functions
-    unread: list = field(default_factory=list)  # messages after its last turn, which nobody reads but play.py
     end: str | None = None  # one of ENDS; None: it goes on
     num_turns: int = 0
     num_calls: int = 0
@@ -738,25 +737,20 @@ class Trajectory:
     num_errors: int = 0  # of calls that raised an exception in the tool
     num_timeouts: int = 0  # of calls that took too long
 
-    @property
-    def has_ended(self):
-        """True if nothing cut it off."""
-        return self.end in ("answer", "environment")
-
     def add(self, tokens, logprobs=None):
         """Append tokens. Without log-probabilities they were not sampled."""
         self.tokens += tokens
         self.sampled += len(tokens) * [logprobs is not None]
         self.logprobs += logprobs or len(tokens) * [0.0]
 
-    def ask(self, method, /, *inputs, **columns):
-        """Call a method of the environment, if it has it, in its thread. -> Job
+    def ask(self, method, *inputs):
+        """Call a method of the environment, if it has it, in its thread. -> Future
 
         After a call that took too long, it may be in any state, and is not asked any more: the job is empty.
         """
         if self.num_timeouts or not hasattr(self.environment, method):
             return self.worker.submit(lambda: None)
-        return self.worker.submit(getattr(self.environment, method), *inputs, **columns)
+        return self.worker.submit(getattr(self.environment, method), *inputs)
 
 
 def write_trajectories(policy, turn_format, start_tools, stop_ids, batch, args):
@@ -774,7 +768,8 @@ def write_trajectories(policy, turn_format, start_tools, stop_ids, batch, args):
             *earlier, last = x.example["prompt"]
             text = turn_format.text_of_result(text, args.max_tool_tokens)
             prompt = [*earlier, last | {"content": last["content"] + text}]
-            x.example = x.example | {"prompt": prompt, "ids": turn_format.prompt_ids(prompt)}
+            ids = tokenize_prompt(turn_format.tokenizer, prompt, turn_format.schemas)
+            x.example = x.example | {"prompt": prompt, "ids": ids}
     texts = [x.example["ids"] for x in trajectories]
     if all(text == texts[i // k * k] for i, text in enumerate(texts)):
         texts = texts[::k]  # siblings begin with the same text, which is read once
@@ -807,7 +802,6 @@ def write_trajectories(policy, turn_format, start_tools, stop_ids, batch, args):
             for message in messages:
                 message["content"] = turn_format.text_of_result(message["content"], args.max_tool_tokens)
             tokens = turn_format.after_turn(messages) if messages else []
-            x.unread = messages
             if is_over:
                 x.end = "environment"
             elif not messages:
@@ -819,7 +813,6 @@ def write_trajectories(policy, turn_format, start_tools, stop_ids, batch, args):
             else:
                 x.add(tokens)
                 x.messages += messages
-                x.unread = []
         writers = [x for x in writers if x.end is None]
         texts = [x.example["ids"] + x.tokens for x in writers]
     return trajectories
@@ -845,21 +838,19 @@ def load_tools(args):
     -> start_tools(trajectories), schemas for the template
     """
     functions = load_functions(args.tools or [])
-    make_environment, methods = lambda: None, []
+    make_environment, methods = lambda: None, {}
     if args.environment is not None:
         [make_environment] = load_functions([args.environment]).values()  # the class
-        # Methods of the class: of an object, properties would be read.
-        names = [name for name, _ in inspect.getmembers(make_environment, inspect.isroutine)]
-        methods = [name for name in names if not name.startswith("_") and name not in OWN_METHODS]
+        for name, method in inspect.getmembers(make_environment, inspect.isroutine):
+            if not name.startswith("_") and name not in OWN_METHODS:
+                methods[name] = method
+    schemas = [transformers.utils.get_json_schema(tool) for tool in (functions | methods).values()]
     workers = [Worker() for _ in range(args.tool_workers)]
-
-    def tools_of(environment):
-        return functions | {name: getattr(environment, name) for name in methods}
 
     def start(x):
         """Make environment and tools of a trajectory, in its thread. -> what the environment says first"""
         x.environment = make_environment()
-        x.tools = tools_of(x.environment)
+        x.tools = functions | {name: getattr(x.environment, name) for name in methods}
         if x.environment is not None:
             # A copy, because siblings and rewards read the same columns.
             return x.environment.reset(**copy.deepcopy(x.example["columns"]))
@@ -871,10 +862,6 @@ def load_tools(args):
         jobs = [x.worker.submit(start, x) for x in trajectories]
         return [job.result() for job in jobs]
 
-    schemas = []
-    for name, tool in tools_of(make_environment()).items():
-        schemas.append(transformers.utils.get_json_schema(tool))
-        schemas[-1]["function"]["name"] = name  # the flag's, or the method's: a decorator may have hidden it
     return start_tools, schemas
 
 
@@ -928,10 +915,6 @@ class TurnFormat:
             return text
         return self.tokenizer.decode(ids[:max_tokens]).rstrip("\ufffd")  # half a letter decodes to \ufffd
 
-    def prompt_ids(self, prompt):
-        """The token ids of a list of messages, up to where the policy begins."""
-        return tokenize_prompt(self.tokenizer, prompt, self.schemas)
-
     def after_turn(self, messages):
         """The token ids that follow a complete turn: the messages, and the header of the next turn."""
         return self.ids_after_text(messages)[1:]
@@ -972,14 +955,13 @@ def call_tools(trajectories, timeout):
     for x, jobs_of_turn in zip(trajectories, jobs):
         results.append([])
         for job in jobs_of_turn:
-            if job.is_in_time(timeout):
+            if is_in_time(job, timeout):
                 result, is_error = job.result()
                 x.num_errors += is_error
             else:
                 result = f"error: no result after {timeout:g} seconds"
                 x.num_timeouts += 1
-                if job.is_given_up:
-                    x.worker.replace_thread()
+                x.worker.start_thread()  # for the jobs after it
             x.num_calls += 1
             x.num_failures += result.startswith("error: ")
             results[-1].append(result)
@@ -1610,36 +1592,6 @@ class FixedSizeLayer(DynamicLayer):
 # ---- Threads of tools --------------------------------------------------------------------------------------
 
 
-@dataclass
-class Job:
-    """A call of a function in the thread of a Worker."""
-
-    function: partial
-    start_time: float = math.inf  # it has not begun
-    seconds: float = math.inf
-    returned: object = None
-    error: BaseException | None = None
-    is_given_up: bool = False
-    is_done: threading.Event = field(default_factory=threading.Event)
-    lock: threading.Lock = field(default_factory=threading.Lock)  # a job is either done or given up
-
-    def result(self):
-        """Wait until it is done. -> what the function returned, or its exception, raised"""
-        self.is_done.wait()
-        if self.error is not None:
-            raise self.error
-        return self.returned
-
-    def is_in_time(self, timeout):
-        """Wait, up to timeout seconds from the start of the job. Give it up if it still runs. -> bool"""
-        while not self.is_done.is_set() and time.time() < self.start_time + timeout:
-            self.is_done.wait(min(timeout, self.start_time + timeout - time.time()))
-        with self.lock:
-            self.is_given_up = not self.is_done.is_set()
-        # A call of C code may have let no other thread run, so that we see its end, but too late.
-        return self.seconds <= timeout and not self.is_given_up
-
-
 class Worker:
     """A thread that does one job after the other, for the tools and environments of some trajectories.
 
@@ -1655,36 +1607,34 @@ class Worker:
         self.thread = threading.Thread(target=self.work, daemon=True)  # daemons end with the script
         self.thread.start()
 
-    def submit(self, function, /, *inputs, **columns):
-        """Call a function in the thread, after all that was submitted before. -> Job"""
-        job = Job(partial(function, *inputs, **columns))
-        self.jobs.put(job)
+    def submit(self, function, *inputs):
+        """Call a function in the thread, after all that was submitted before. -> Future"""
+        job = futures.Future()
+        job.start_time = math.inf  # it has not begun
+        self.jobs.put((job, function, inputs))
         return job
 
     def work(self):
-        """What the thread does, until one of its jobs is given up."""
+        """What a thread does, until one of its jobs is cancelled."""
         loop = asyncio.new_event_loop()
         while True:
-            job = self.jobs.get()
+            job, function, inputs = self.jobs.get()
             asyncio.set_event_loop(loop)  # each time, because asyncio.run() in a tool unsets it
             job.start_time = time.time()
             try:
-                job.returned = finished(job.function())
+                finish = partial(job.set_result, finished(function(*inputs)))
             except BaseException as error:
-                job.error = error
-            with job.lock:
-                if job.is_given_up:
-                    return
-                job.seconds = time.time() - job.start_time
-                job.is_done.set()
+                finish = partial(job.set_exception, error)
+            if not job.set_running_or_notify_cancel():
+                return  # a new thread goes on
+            finish()
 
-    def replace_thread(self):
-        """Leave the thread, whose job was given up. A new one goes on with the jobs after it."""
-        if self.thread.is_alive():
-            # Raise SystemExit in it. That ends a loop in Python, but not a call of C code.
-            thread, error = ctypes.c_ulong(self.thread.ident), ctypes.py_object(SystemExit)
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, error)
-        self.start_thread()
+
+def is_in_time(job, timeout):
+    """Wait, up to timeout seconds from the start of a job. Cancel it if it still runs. -> bool"""
+    while not job.done() and time.time() < job.start_time + timeout:
+        futures.wait([job], min(timeout, job.start_time + timeout - time.time()))
+    return not job.cancel()  # False if it is done
 
 
 def finished(result):

@@ -489,3 +489,8 @@ def start_process(words, folder, terminal=None, **env):
 def script_words(script, args):
     """The command that runs a script in one process."""
     return [sys.executable, ROOT / f"{script}.py", *flags_of(args)]
+
+
+def has_ended(x):
+    """True if nothing cut this trajectory of grpo_tools.py off."""
+    return x.end in ("answer", "environment")

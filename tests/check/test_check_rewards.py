@@ -346,6 +346,7 @@ TOOLS = {
     "printing": (["printing"], "tool printing prints its result: return it"),
     "async generator": (["stream"], "tool stream returns an object of type async_generator"),
     "two of one name": (["search", "search"], "2 tools are called search"),
+    "another name": (["renamed"], "tool renamed has another __name__, search"),
 }
 
 
@@ -358,9 +359,9 @@ def test_tools(scripts, small, tmp_path, names, word):
     assert any(word in text for text in texts(found)), texts(found)
 
 
-@pytest.mark.parametrize("name", ["search", "waiting", "renamed"])
+@pytest.mark.parametrize("name", ["search", "waiting"])
 def test_a_good_tool(scripts, small, tmp_path, name):
-    """Async functions are awaited, and the name is the flag's."""
+    """Async functions are awaited."""
     (tmp_path / "own_tools.py").write_text(GOOD)
     tools = [f"{tmp_path}/own_tools.py:{name}"]
     args = small("grpo_tools", tools=tools, system_prompt=f"Use {name}(query).")

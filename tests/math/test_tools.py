@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import ROOT
 from math_tools import trl_1_16
-from run_tools import distance, reward_file, rows_of, spy, weights, write_rows
+from run_tools import distance, has_ended, reward_file, rows_of, spy, weights, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
@@ -70,7 +70,7 @@ def test_the_trajectories_have_different_numbers_of_turns(rolled_out):
     """What the other tests need. The same random numbers give the same trajectories."""
     assert {x.num_turns for x in rolled_out.trajectories} >= {1, 2}
     assert sum(x.num_failures for x in rolled_out.trajectories) > 0
-    assert not all(x.has_ended for x in rolled_out.trajectories)
+    assert not all(has_ended(x) for x in rolled_out.trajectories)
     assert rolled_out.b["turns"].tolist() == [x.num_turns for x in rolled_out.trajectories]
 
 
@@ -79,7 +79,7 @@ def test_the_tokens_are_those_of_the_chat_template(rolled_out):
     tokenizer = rolled_out.tokenizer
     compared = 0
     for x in rolled_out.trajectories:
-        if x.has_ended:
+        if has_ended(x):
             messages = [dict(role=m["role"], content=m["content"]) for m in x.example["prompt"] + x.messages]
             text = tokenizer.apply_chat_template(messages, tokenize=False)
             assert text == tokenizer.decode(x.example["ids"] + x.tokens) + "\n"
@@ -428,7 +428,7 @@ def test_half_of_a_surrogate_pair(play):
 
     for tools in (None, dict(echo=broken)):
         x, read, _ = play(half + END, "72" + END, tools=tools, response_length=200)
-        assert "?" in x.messages[1]["content"] and x.messages[1]["content"] in read[1][0] and x.has_ended
+        assert "?" in x.messages[1]["content"] and x.messages[1]["content"] in read[1][0] and has_ended(x)
 
 
 def nap(seconds=0.0):
@@ -472,40 +472,6 @@ def test_many_calls_that_hang():
     results = script.call_tools(rows, 0.5)
     assert results == 16 * [["error: no result after 0.5 seconds"]]
     assert 1.9 < time.time() - start < 3
-
-
-def test_an_endless_loop_is_ended():
-    """It would take time from everything that runs afterwards."""
-    counted = [0]
-
-    def count():
-        while True:
-            counted[0] += 1
-
-    [results] = script.call_tools([trajectory_with(dict(count=count), call_of("count"))], 0.2)
-    assert results == ["error: no result after 0.2 seconds"]
-    time.sleep(0.3)
-    end = counted[0]
-    time.sleep(0.3)
-    assert counted[0] == end > 0
-
-
-def test_a_call_that_lets_no_other_thread_run():
-    """It cannot be given up while it runs. Its result comes too late, so it is none."""
-    started = []
-
-    def power():
-        started.append(time.time())
-        while time.time() - started[0] < 0.5:
-            pow(7, 200_000)  # one call of C code
-        return "done"
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(5)  # Python offers the lock to other threads only after 5 seconds
-    x = trajectory_with(dict(power=power), call_of("power"))
-    [results] = script.call_tools([x], 0.1)
-    sys.setswitchinterval(interval)
-    assert results == ["error: no result after 0.1 seconds"] and x.num_timeouts == 1
 
 
 def test_calls_in_a_turn(parts):
@@ -619,16 +585,16 @@ def test_a_turn_goes_on_after_the_result(parts, play):
     assert parts.tokenizer.decode(x.tokens) == CALL + END + TOLD + "72" + END
     assert [m["role"] for m in x.messages] == ["assistant", "tool", "assistant"]
     assert [m["content"] for m in x.messages] == [CALL, "12", "72"]
-    assert x.has_ended and (x.num_turns, x.num_calls, x.num_failures) == (2, 1, 0)
+    assert has_ended(x) and (x.num_turns, x.num_calls, x.num_failures) == (2, 1, 0)
 
 
 def test_a_result_must_leave_room_for_a_token(play):
     """Otherwise the trajectory ends with the call, and has no answer."""
     full = play.length(CALL + END + TOLD)
     x, read, _ = play(CALL + END, "72" + END, response_length=full + 1)
-    assert len(x.tokens) == full + 1 and len(read) == 2 and not x.has_ended
+    assert len(x.tokens) == full + 1 and len(read) == 2 and not has_ended(x)
     x, read, _ = play(CALL + END, "72" + END, response_length=full)
-    assert len(x.tokens) == play.length(CALL + END) and len(read) == 1 and not x.has_ended
+    assert len(x.tokens) == play.length(CALL + END) and len(read) == 1 and not has_ended(x)
     assert len(x.messages) == 1 and all(x.sampled) and x.num_calls == 1
 
 
@@ -636,7 +602,7 @@ def test_the_last_turn(play):
     """Its call is made, which may matter for an environment, but there is no turn to read the result."""
     x, read, _ = play(*3 * [CALL + END], max_turns=2, response_length=200)
     assert len(read) == x.num_turns == x.num_calls == 2
-    assert not x.has_ended and x.sampled[-1]
+    assert not has_ended(x) and x.sampled[-1]
     assert [m["role"] for m in x.messages] == ["assistant", "tool", "assistant"]
 
 
@@ -644,11 +610,11 @@ def test_a_turn_that_is_cut_off(play):
     """Its call is not made, and no end of the turn is added that the policy did not write."""
     room = play.length(CALL)
     x, read, _ = play(CALL + END, "72" + END, response_length=room)
-    assert len(x.tokens) == room and len(read) == 1 and x.num_calls == 0 and not x.has_ended
+    assert len(x.tokens) == room and len(read) == 1 and x.num_calls == 0 and not has_ended(x)
     x, _, _ = play("The answer is 72." + END, response_length=3)
-    assert len(x.tokens) == 3 and not x.has_ended
+    assert len(x.tokens) == 3 and not has_ended(x)
     x, _, _ = play("The answer is 72." + END)
-    assert x.has_ended and x.num_calls == 0
+    assert has_ended(x) and x.num_calls == 0
 
 
 def test_a_call_that_another_stop_token_ends(parts, play):
@@ -657,7 +623,7 @@ def test_a_call_that_another_stop_token_ends(parts, play):
     parts.turn_format.stops.append(other)
     x, read, _ = play(CALL + "<|endoftext|>", "72" + END)
     parts.turn_format.stops.remove(other)
-    assert len(read) == x.num_turns == 1 and x.num_calls == 0 and not x.has_ended
+    assert len(read) == x.num_turns == 1 and x.num_calls == 0 and not has_ended(x)
 
 
 OPEN = CALL.removesuffix("</tool_call>")
@@ -674,7 +640,7 @@ def test_why_a_trajectory_ends(play, end):
     """One of a few reasons, of which the first two are ends of its own."""
     turns, flags = ENDS[end]
     x, _, _ = play(*turns, **flags)
-    assert x.end == end and x.has_ended == (end == "answer")
+    assert x.end == end and has_ended(x) == (end == "answer")
 
 
 def test_no_room_for_a_result_is_no_room_for_a_token(play):
@@ -727,9 +693,9 @@ def test_an_environment_answers_a_turn_without_a_call(parts, play):
 def test_an_environment_ends_a_trajectory(play):
     """After a reply, or after the calls of a turn. It has ended as it should."""
     x, read, _ = play("71" + END, "72" + END, environment=Talker(replies=["Sure?"], last=1))
-    assert x.end == "environment" and x.has_ended and len(read) == x.num_turns == 1
+    assert x.end == "environment" and has_ended(x) and len(read) == x.num_turns == 1
     x, read, _ = play(CALL + END, "72" + END, environment=Talker(last=0))
-    assert x.end == "environment" and x.has_ended and x.num_calls == x.num_turns == 1
+    assert x.end == "environment" and has_ended(x) and x.num_calls == x.num_turns == 1
     assert len(x.messages) == 1  # the result, which the policy does not read, is not there
 
 
@@ -840,15 +806,6 @@ def test_the_tools_of_an_environment(counter):
     [x], firsts = started(counter, dict(start=4))
     assert list(x.tools) == ["say", "add"] and firsts == [None]
     assert x.tools["add"](2) == "6" and x.ask("get_reward").result() == 6
-
-
-def test_a_tool_has_the_name_of_the_flag(counter, tmp_path):
-    """The policy reads the name in the schema, and a decorator may have given the function another one."""
-    (tmp_path / "renamed.py").write_text(COUNTER + "\n\ntell = say\n")
-    args = script.replace(counter, tools=[f"{tmp_path}/renamed.py:tell"], environment=None)
-    _, [schema] = script.load_tools(args)
-    [x], _ = started(args, {})
-    assert [schema["function"]["name"]] == list(x.tools) == ["tell"]
 
 
 def test_reset_gets_a_copy_of_the_columns(counter):

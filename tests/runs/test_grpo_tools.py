@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import ROOT
 from run_fixtures import handlers_kept
-from run_tools import distance, evaluation_of, maker, rows_of, spy, weights
+from run_tools import distance, evaluation_of, has_ended, maker, rows_of, spy, weights
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest_plugins = ["run_fixtures"]
@@ -116,11 +116,11 @@ def by_hand(trained):
         "policy/entropy_avg": mean(entropies),
         "val/ratio": mean(ratios),
         "val/ratio_var": statistics.pvariance(ratios),
-        "val/num_eos_tokens": sum(x.has_ended for x in rows),
+        "val/num_eos_tokens": sum(has_ended(x) for x in rows),
         "completions/mean_length": mean(lengths),
         "completions/min_length": min(lengths),
         "completions/max_length": max(lengths),
-        "completions/clipped_ratio": mean(not x.has_ended for x in rows),
+        "completions/clipped_ratio": mean(not has_ended(x) for x in rows),
         "tools/call_frequency": num_calls / len(rows),
         "tools/failure_frequency": sum(x.num_failures for x in rows) / num_calls,
         "tools/error_frequency": sum(x.num_errors for x in rows) / num_calls,
@@ -154,8 +154,8 @@ def test_the_run_is_worth_something(trained):
     rows = trained.parts["update"]
     assert {x.num_turns for x in rows} >= {1, 2}
     assert 0 < sum(x.num_failures for x in rows) < sum(x.num_calls for x in rows)
-    assert 0 < sum(x.has_ended for x in rows) < len(rows)
-    assert any(x.has_ended and x.num_turns > 1 for x in rows)
+    assert 0 < sum(has_ended(x) for x in rows) < len(rows)
+    assert any(has_ended(x) and x.num_turns > 1 for x in rows)
     assert sum(trained.metrics[f"completions/end_{end}"] for end in ENDS) == pytest.approx(1)
     assert 0 < trained.metrics["policy/clipfrac_avg"] < 1
 
@@ -203,7 +203,7 @@ def test_the_final_table(trained, time):
         assert table[f"{name}: failed calls"] == pytest.approx(failed)
         assert table[f"{name}: turns"] == pytest.approx(mean(x.num_turns for x in rows))
         assert table[f"{name}: sampled tokens"] == pytest.approx(mean(sum(x.sampled) for x in rows))
-        assert table[f"{name}: ended by itself"] == pytest.approx(mean(x.has_ended for x in rows))
+        assert table[f"{name}: ended by itself"] == pytest.approx(mean(has_ended(x) for x in rows))
         own = [row[time] for row in records if row["set"] == name]
         assert [x for row in own for x in row["right"]] == right
         assert len(own[0]["right"]) == k
