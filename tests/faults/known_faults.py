@@ -1019,10 +1019,6 @@ ppo_sentiment.Run.start: two new runs share a folder
   faults/test_public_reports.py::test_two_runs_in_one_folder
   - exist_ok=args.resume is not None
   + exist_ok=True
-ppo_sentiment.Run.start: a resumed run is a new one for its tracker
-  faults/test_public_reports.py::test_a_resumed_run_keeps_its_beginning
-  - .get("id")
-  + .get("ID")
 
 # Models, chats, servers
 
