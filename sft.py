@@ -1126,9 +1126,8 @@ class Run:
         return state
 
     def on_signal(self, number, frame):
-        """Finish the update, save, and stop. The same signal again stops at once, unless it is SIGHUP."""
-        # A terminal that is closed may send SIGHUP more than once.
-        signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL)
+        """Finish the update, save, and stop. SIGINT (Ctrl-C) then stops at once."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         self.got_signal = True  # only noted, because a signal may come at any moment
 
     def checkpoint(self, state):

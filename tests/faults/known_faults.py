@@ -741,8 +741,8 @@ ppo_sentiment.Run.checkpoints: a copy of a checkpoint counts as one (ValueError)
   + path.name[:6].isdecimal()
 ppo_sentiment.Run.on_signal: the second SIGHUP of a closed terminal kills the run
   runs/test_resume.py::test_a_terminal_that_is_closed_may_say_so_twice
-  - signal.SIG_IGN if number == signal.SIGHUP else signal.SIG_DFL
-  + signal.SIG_DFL
+  - signal.signal(signal.SIGINT,
+  + signal.signal(number,
 ppo_sentiment.Run.__init__: a signal before training is only noted (TypeError)
   runs/test_resume.py::test_a_signal_before_training[ppo_sentiment]
   - self.to_show, self.last_line_time, self.got_signal = [], 0.0, False
