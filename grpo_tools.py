@@ -283,7 +283,7 @@ def train(args):
     # get_scores(trajectories) -> dict: name of the reward -> [B]
     get_scores = partial(score_trajectories, load_functions(args.reward_fn or []), trainer_state, device)
     # start_tools(trajectories) gives each one its tools, its environment and a thread in which they run. The
-    # chat template writes the schemas into every prompt. (That of the small model does not: it knows them.)
+    # chat template writes the schemas into every prompt.
     start_tools, schemas = load_tools(args)
     train_prompts, held_out = load_prompts(args, tokenizer, schemas)
     policy = load_policy(args, args.model_name_or_path, device)
@@ -329,7 +329,7 @@ def train(args):
         prompt_batch = draw_batch([train_prompts[i] for i in numbers], k, args, update)
         with accelerator.split_between_processes(prompt_batch) as prompt_share, autocast:
             b, prompts, responses = rollout(respond, model, ref_model, prompt_share, args)
-        # Positions of the longest prompt. An environment may have lengthened those of one process only.
+        # Positions of the longest prompt of all processes. So far, each has padded to its own longest one.
         C = accelerator.gather(torch.tensor([b["ids"].shape[1] - T], device=device)).max().item()
         b |= {name: F.pad(b[name], (C + T - b[name].shape[1], 0)) for name in ("ids", "mask")}
         b = accelerator.gather(b)  # from here, b has the rows of all processes; the texts are only our own
@@ -588,18 +588,14 @@ def trajectory_metrics(records):
 
 
 def draw_batch(examples, k, args, purpose):
-    """Prompts, left-padded to the longest one, and random numbers to sample k responses to each.
+    """Tasks, and random numbers to sample k trajectories for each.
 
-    examples: P dicts with ids, the tokens of the prompt; purpose: the number of the update, or "held-out"
-    -> dict: examples (list of P), ids [P, C], bool mask [P, C], uniforms [P, k, T]
+    examples: list of P; purpose: the number of the update, or "held-out"
+    -> dict: examples, uniforms [P, k, T]
     """
-    lengths = torch.tensor([len(example["ids"]) for example in examples])
-    mask = length_mask(lengths, lengths.max()).flip(1)  # [P, C], prompts end in the last column
-    ids = torch.zeros(mask.shape, dtype=torch.long)  # 0 only fills the row: the mask hides it
-    ids[mask] = torch.tensor([token for example in examples for token in example["ids"]])
     generator = generator_for(args.seed, "tokens", purpose)
     uniforms = torch.rand(len(examples), k, args.response_length, dtype=torch.float64, generator=generator)
-    return dict(examples=examples, ids=ids, mask=mask, uniforms=uniforms)
+    return dict(examples=examples, uniforms=uniforms)
 
 
 def stream_rows(num_rows, start, count, seed):
@@ -684,7 +680,7 @@ def sample_responses(policy, turn_format, start_tools, stop_ids, get_scores, bat
         job.result()
 
     B, T = len(trajectories), args.response_length
-    C = max(batch["ids"].shape[1], *[len(x.example["ids"]) for x in trajectories])
+    C = max(len(x.example["ids"]) for x in trajectories)
     ids = torch.zeros(B, C + T, dtype=torch.long)
     mask = torch.zeros(B, C + T, dtype=torch.bool)  # attention reads all tokens of a trajectory
     sampled = torch.zeros(B, T, dtype=torch.bool)

@@ -18,7 +18,7 @@ SOURCES = {name: (ROOT / f"{name}.py").read_text() for name in SCRIPTS}
 VERSIONS = {  # what has one role and one name in all scripts, but not one source: how many there are
     **dict.fromkeys(["Args", "RECIPES", "train"], len(SCRIPTS)),
     **dict(evaluate=7, evaluate_set=2, table_metrics=2, report_evaluation=7),
-    **dict(draw_batch=3, rollout=5, sample_responses=2, generate=4),
+    **dict(draw_batch=4, rollout=5, sample_responses=2, generate=4),
     **dict(response_logprobs=3, reference_logprobs=2, load_prompts=5, load_reward=3),
     "main": 3,  # the verbs judge and chat
     **dict(MAY_CHANGE=5, OF_DATA=7),  # only flags that the script has: see the test of them
