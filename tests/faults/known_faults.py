@@ -1665,7 +1665,7 @@ check.environment_faults: the tools of a recipe may stay beside an environment
   + False
 check.method_faults: a tool may have the name of a method that the script calls
   check/test_check_rewards.py::test_broken_environments[a tool called reply]
-  - if job.error is not None:
+  - if job.exception() is not None:
   + if False:
 check.own_modules: a file next to the script is not forgotten
   check/test_check_tool_calls.py::test_a_file_in_a_folder_that_python_knows
