@@ -740,7 +740,7 @@ ppo_sentiment.Run.checkpoints: a copy of a checkpoint counts as one (ValueError)
   - path.name.isdecimal()
   + path.name[:6].isdecimal()
 ppo_sentiment.Run.on_signal: the second SIGHUP of a closed terminal kills the run
-  runs/test_resume.py::test_a_terminal_that_is_closed_may_say_so_twice
+  runs/test_resume.py::test_every_signal_saves
   - signal.signal(signal.SIGINT,
   + signal.signal(number,
 ppo_sentiment.Run.__init__: a signal before training is only noted (TypeError)
