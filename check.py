@@ -2707,11 +2707,10 @@ def check_tools(x):
 
 
 def methods_of(x):
-    """The tools of the environment. -> dict: name -> method of an object"""
-    found = environment_class(x)
-    names = [name for name, _ in inspect.getmembers(found, inspect.isroutine) if not name.startswith("_")]
-    environment = found()
-    return {name: getattr(environment, name) for name in names if name not in x.script.OWN_METHODS}
+    """The tools of the environment. -> dict: name -> method of the class"""
+    methods = inspect.getmembers(environment_class(x), inspect.isroutine)
+    own = x.script.OWN_METHODS
+    return {name: method for name, method in methods if not name.startswith("_") and name not in own}
 
 
 def environment_faults(x):

@@ -895,7 +895,6 @@ def test_an_environment_lives_in_one_thread(parts, tmp_path, monkeypatch):
     batch = script.draw_batch([example], 3, args, "test")
     get_scores = reward_of(args)
     from_talk = sys.modules["talk"].heard
-    from_talk.clear()  # of the object for the schemas
     b, *_ = script.sample_responses(
         parts.policy, parts.turn_format, start_tools, parts.stop_ids, get_scores, batch, args
     )
