@@ -726,6 +726,7 @@ class Trajectory:
     sampled: list = field(default_factory=list)  # bool, for each token
     logprobs: list = field(default_factory=list)  # with which it was sampled, or 0
     messages: list = field(default_factory=list)  # for reward functions
+    unread: list = field(default_factory=list)  # messages after its last turn, which nobody reads but play.py
     end: str | None = None  # one of ENDS; None: it goes on
     num_turns: int = 0
     num_calls: int = 0
@@ -798,6 +799,7 @@ def write_trajectories(policy, turn_format, start_tools, stop_ids, batch, args):
             for message in messages:
                 message["content"] = turn_format.text_of_result(message["content"], args.max_tool_tokens)
             tokens = turn_format.after_turn(messages) if messages else []
+            x.unread = messages
             if is_over:
                 x.end = "environment"
             elif not messages:
@@ -809,6 +811,7 @@ def write_trajectories(policy, turn_format, start_tools, stop_ids, batch, args):
             else:
                 x.add(tokens)
                 x.messages += messages
+                x.unread = []
         writers = [x for x in writers if x.end is None]
         texts = [x.example["ids"] + x.tokens for x in writers]
     return trajectories

@@ -15,7 +15,6 @@ import sys
 import warnings
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from unittest import mock
 
 import datasets
 import torch
@@ -102,8 +101,7 @@ def play(args):
         setting = policy, turn_format, start_tools, stop_ids, get_scores
         return grpo_tools.sample_responses(*setting, batch, args)
 
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=grpo_tools.wants_bf16(args, device))
-    with autocast, mock.patch.object(grpo_tools, "reply", noted(grpo_tools.reply)):
+    with torch.autocast(device.type, torch.bfloat16, enabled=grpo_tools.wants_bf16(args, device)):
         records = grpo_tools.evaluate_set(respond, tasks, args, accelerator)
     games = [game_of(record, x) for record, x in zip(records, trajectories, strict=True)]
     metrics = grpo_tools.trajectory_metrics(records)
@@ -121,33 +119,12 @@ def play(args):
     return games
 
 
-def noted(reply):
-    """reply of grpo_tools.py, which also notes what each trajectory is told."""
-
-    def reply_and_note(trajectories, timeout):
-        replies, are_over = reply(trajectories, timeout)
-        for x, messages in zip(trajectories, replies):
-            x.told = len(x.messages), messages
-        return replies, are_over
-
-    return reply_and_note
-
-
-def unread(x):
-    """What a trajectory was told after its last turn: no message has it, because the policy did not read it.
-
-    -> list of messages
-    """
-    count, messages = getattr(x, "told", (None, []))
-    return messages if count == len(x.messages) else []
-
-
 def game_of(record, x):
     """All about a trajectory, from the record of evaluate_set and the trajectory itself. -> dict"""
     rewards = {name: values[0] for name, values in record.items() if name.startswith("rewards/")}
     return {
         "task": record["task"],
-        "messages": [*x.example["prompt"], *x.messages, *unread(x)],
+        "messages": [*x.example["prompt"], *x.messages, *x.unread],
         "end": x.end,
         "turns": x.num_turns,
         "calls": x.num_calls,
