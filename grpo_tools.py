@@ -52,6 +52,7 @@ import asyncio
 import atexit
 import copy
 import csv
+import ctypes
 import datetime
 import gzip
 import importlib
@@ -960,7 +961,8 @@ def call_tools(trajectories, timeout):
             else:
                 result = f"error: no result after {timeout:g} seconds"
                 x.num_timeouts += 1
-                x.worker.start_thread()  # for the jobs after it
+                if job.cancelled():
+                    x.worker.replace_thread()
             x.num_calls += 1
             x.num_failures += result.startswith("error: ")
             results[-1].append(result)
@@ -1624,16 +1626,27 @@ class Worker:
                 finish = partial(job.set_result, finished(function(*inputs)))
             except BaseException as error:
                 finish = partial(job.set_exception, error)
+            job.seconds = time.time() - job.start_time
             if not job.set_running_or_notify_cancel():
                 return  # a new thread goes on
             finish()
+
+    def replace_thread(self):
+        """Leave the thread, whose job was cancelled. A new one goes on with the jobs after it."""
+        # Raise SystemExit in it. That ends a loop in Python, but not a call of C code.
+        thread, error = ctypes.c_ulong(self.thread.ident), ctypes.py_object(SystemExit)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, error)
+        self.start_thread()
 
 
 def is_in_time(job, timeout):
     """Wait, up to timeout seconds from the start of a job. Cancel it if it still runs. -> bool"""
     while not job.done() and time.time() < job.start_time + timeout:
         futures.wait([job], min(timeout, job.start_time + timeout - time.time()))
-    return not job.cancel()  # False if it is done
+    if job.cancel():  # False if it is done
+        return False
+    # A call of C code may have let no other thread run, so that we see its end, but too late.
+    return job.seconds <= timeout
 
 
 def finished(result):
@@ -1995,6 +2008,9 @@ class Run:
             accelerator.step = 0  # accumulate counts from here; the number of steps may have changed
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
+        run_id = os.urandom(8).hex()  # of the run in Weights & Biases
+        if args.resume:
+            run_id = json.loads((self.folder / "args.json").read_text()).get("id")
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             # Of two new runs with one folder, the second stops here.
@@ -2003,6 +2019,7 @@ class Run:
                 os.truncate(path, state["sizes"].get(path.name, 0))  # the rest will be written again
             about = {
                 "args": asdict(args),
+                "id": run_id,
                 "script": SCRIPT,
                 "command": sys.argv,
                 "versions": {m.__name__: m.__version__ for m in (torch, transformers, datasets, accelerate)},
@@ -2014,7 +2031,8 @@ class Run:
             accelerator.log_with = [args.log_with]
             accelerator.project_configuration.logging_dir = str(self.folder)
             config = {name: str(x) for name, x in asdict(args).items()}
-            accelerator.init_trackers(SCRIPT, config, {"wandb": {"name": self.folder.name}})
+            wandb = {"name": self.folder.name, "id": run_id, "resume": "allow"}
+            accelerator.init_trackers(SCRIPT, config, {"wandb": wandb})
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # SIGHUP: the terminal was closed
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self.on_signal)
@@ -2024,8 +2042,9 @@ class Run:
         return state
 
     def on_signal(self, number, frame):
-        """Finish the update, save, and stop. SIGINT (Ctrl-C) then stops at once."""
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        """Finish the update, save, and stop. A second Ctrl-C (SIGINT) stops at once."""
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         self.got_signal = True  # only noted, because a signal may come at any moment
 
     def checkpoint(self, state):

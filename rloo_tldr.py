@@ -1778,6 +1778,9 @@ class Run:
             accelerator.step = 0  # accumulate counts from here; the number of steps may have changed
         if state["batch_size"] != batch_size:
             raise UserError(f"--resume: that run had a batch of {state['batch_size']}, not {batch_size}")
+        run_id = os.urandom(8).hex()  # of the run in Weights & Biases
+        if args.resume:
+            run_id = json.loads((self.folder / "args.json").read_text()).get("id")
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             # Of two new runs with one folder, the second stops here.
@@ -1786,6 +1789,7 @@ class Run:
                 os.truncate(path, state["sizes"].get(path.name, 0))  # the rest will be written again
             about = {
                 "args": asdict(args),
+                "id": run_id,
                 "script": SCRIPT,
                 "command": sys.argv,
                 "versions": {m.__name__: m.__version__ for m in (torch, transformers, datasets, accelerate)},
@@ -1797,7 +1801,8 @@ class Run:
             accelerator.log_with = [args.log_with]
             accelerator.project_configuration.logging_dir = str(self.folder)
             config = {name: str(x) for name, x in asdict(args).items()}
-            accelerator.init_trackers(SCRIPT, config, {"wandb": {"name": self.folder.name}})
+            wandb = {"name": self.folder.name, "id": run_id, "resume": "allow"}
+            accelerator.init_trackers(SCRIPT, config, {"wandb": wandb})
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # SIGHUP: the terminal was closed
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
                 signal.signal(number, self.on_signal)
@@ -1807,8 +1812,9 @@ class Run:
         return state
 
     def on_signal(self, number, frame):
-        """Finish the update, save, and stop. SIGINT (Ctrl-C) then stops at once."""
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        """Finish the update, save, and stop. A second Ctrl-C (SIGINT) stops at once."""
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         self.got_signal = True  # only noted, because a signal may come at any moment
 
     def checkpoint(self, state):

@@ -741,8 +741,10 @@ ppo_sentiment.Run.checkpoints: a copy of a checkpoint counts as one (ValueError)
   + path.name[:6].isdecimal()
 ppo_sentiment.Run.on_signal: the second SIGHUP of a closed terminal kills the run
   runs/test_resume.py::test_every_signal_saves
-  - signal.signal(signal.SIGINT,
-  + signal.signal(number,
+  - if number == signal.SIGINT:
+  -             signal.signal(signal.SIGINT,
+  + if True:
+  +             signal.signal(number,
 ppo_sentiment.Run.__init__: a signal before training is only noted (TypeError)
   runs/test_resume.py::test_a_signal_before_training[ppo_sentiment]
   - self.to_show, self.last_line_time, self.got_signal = [], 0.0, False
@@ -1019,6 +1021,10 @@ ppo_sentiment.Run.start: two new runs share a folder
   faults/test_public_reports.py::test_two_runs_in_one_folder
   - exist_ok=args.resume is not None
   + exist_ok=True
+ppo_sentiment.Run.start: a resumed run is a new one for its tracker
+  faults/test_public_reports.py::test_a_resumed_run_keeps_its_beginning
+  - .get("id")
+  + .get("ID")
 
 # Models, chats, servers
 
@@ -1461,6 +1467,14 @@ grpo_tools.Worker.work: a tool does not find the event loop of its thread (trap 
   math/test_tools.py::test_async_tools
   - asyncio.set_event_loop(loop)
   + pass
+grpo_tools.is_in_time: a result that comes too late is one (trap 60)
+  math/test_tools.py::test_a_call_that_lets_no_other_thread_run
+  - return job.seconds <= timeout
+  + return True
+grpo_tools.Worker.replace_thread: an endless loop goes on
+  math/test_tools.py::test_an_endless_loop_is_ended
+  - PyThreadState_SetAsyncExc(thread, error)
+  + PyThreadState_SetAsyncExc(None, error)
 grpo_tools.Worker.work: a thread goes on after a job that was cancelled
   math/test_tools.py::test_a_thread_that_was_left_ends
   - return  # a new thread goes on

@@ -577,9 +577,13 @@ def test_two_runs_in_one_folder(script, small):
     assert len(names) == 9
 
 
-def test_a_resumed_run_notes_its_own_command(script, small, monkeypatch):
-    """args.json has the flags and the command of the last start."""
-    args = small("ppo_sentiment", num_sample_generations=0)
+def test_a_resumed_run_keeps_its_beginning(script, small, monkeypatch):
+    """KempnerForge#19: one run of Weights & Biases, not two."""
+    started = []
+    monkeypatch.setattr(
+        Accelerator, "init_trackers", lambda self, *inputs: started.append(inputs[2]["wandb"])
+    )
+    args = small("ppo_sentiment", log_with="wandb", num_sample_generations=0)
     abouts = []
     for flags in ([], ["--resume", args.output_dir, "--total-episodes", "16"]):
         monkeypatch.setattr(script.sys, "argv", ["ppo_sentiment.py", *flags])
@@ -587,6 +591,10 @@ def test_a_resumed_run_notes_its_own_command(script, small, monkeypatch):
         abouts.append(json.loads((Path(args.output_dir) / "args.json").read_text()))
     assert [len(about["command"]) for about in abouts] == [1, 5]
     assert abouts[1]["args"]["total_episodes"] == 16
+    assert started[0]["id"] == started[1]["id"] == abouts[0]["id"] and started[1]["resume"] == "allow"
+    other = replace(args, output_dir=args.output_dir + "2")
+    script.train(other)
+    assert started[2]["id"] != started[0]["id"]
 
 
 SIZES = dict(vocab_size=300, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)

@@ -474,6 +474,40 @@ def test_many_calls_that_hang():
     assert 1.9 < time.time() - start < 3
 
 
+def test_an_endless_loop_is_ended():
+    """It would take time from everything that runs afterwards."""
+    counted = [0]
+
+    def count():
+        while True:
+            counted[0] += 1
+
+    [results] = script.call_tools([trajectory_with(dict(count=count), call_of("count"))], 0.2)
+    assert results == ["error: no result after 0.2 seconds"]
+    time.sleep(0.3)
+    end = counted[0]
+    time.sleep(0.3)
+    assert counted[0] == end > 0
+
+
+def test_a_call_that_lets_no_other_thread_run():
+    """It cannot be given up while it runs. Its result comes too late, so it is none."""
+    started = []
+
+    def power():
+        started.append(time.time())
+        while time.time() - started[0] < 0.5:
+            pow(7, 200_000)  # one call of C code
+        return "done"
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(5)  # Python offers the lock to other threads only after 5 seconds
+    x = trajectory_with(dict(power=power), call_of("power"))
+    [results] = script.call_tools([x], 0.1)
+    sys.setswitchinterval(interval)
+    assert results == ["error: no result after 0.1 seconds"] and x.num_timeouts == 1
+
+
 def test_calls_in_a_turn(parts):
     """All of them, on one line or on several, with what is between."""
     one, two = '{"name": "f"}', '\n{"name": "g"}\n'

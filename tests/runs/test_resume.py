@@ -82,7 +82,7 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 @pytest.mark.parametrize("number", SIGNALS)
 def test_every_signal_saves(script, small, monkeypatch, number):
     """Ctrl-C, kill, and a terminal that is closed: the exit code is the same, and there is a checkpoint.
-    Ctrl-C would then stop at once, but a terminal that is closed may say so more than once."""
+    A second Ctrl-C would stop at once, but a terminal that is closed may say so more than once."""
     args = small("ppo_sentiment", total_episodes=24, save_every=0)
     stop_after(monkeypatch, script, 2, number)
     with pytest.raises(SystemExit) as end:
@@ -90,7 +90,7 @@ def test_every_signal_saves(script, small, monkeypatch, number):
     assert end.value.code == 143
     assert (Path(args.output_dir) / "checkpoints/000002/state.json").exists()
     for other in SIGNALS:
-        assert (signal.getsignal(other) == signal.SIG_DFL) == (other == signal.SIGINT)
+        assert (signal.getsignal(other) == signal.SIG_DFL) == (other == number == signal.SIGINT)
 
 
 @pytest.mark.parametrize("name", ["ppo_sentiment", "sft"])
