@@ -13,7 +13,9 @@ from archive import read, read_rows
 
 RESULTS = Path(__file__).resolve().parents[1] / "results/grpo-tools-tiny"
 GUESS = RESULTS.parent / "grpo-tools-guess/seed1.zip"
+TURN_REWARDS = GUESS.with_name("turn-rewards.zip")
 NUMBERS = 31  # the secret is one of 1 to 31
+MOST_GUESSES = 8
 SEEDS = (1, 2, 3)
 METRICS = (
     "held-out: pass@1",
@@ -116,11 +118,13 @@ def best_guesses(n):
 
 
 def game(text):
-    """A trajectory of the recipe guess. -> is found, guesses, those that no earlier result rules out"""
+    """A trajectory of a game. -> guesses, those that no earlier result rules out
+
+    The result of the last guess is not in the text if it ended the game.
+    """
     low, high, possible = 1, NUMBERS, 0
-    found = re.findall(
-        r'"number": (-?\d+)\}\}\n</tool_call><\|im_end\|>\n<\|im_start\|>tool\n(higher|lower|right)', text
-    )
+    call = r'"number": (-?\d+)\}\}\n</tool_call><\|im_end\|>'
+    found = re.findall(rf"{call}(?:\n<\|im_start\|>tool\n(higher|lower|right)|$)", text)[:MOST_GUESSES]
     for number, result in found:
         number = int(number)
         possible += low <= number <= high
@@ -128,35 +132,36 @@ def game(text):
             low = max(low, number + 1)
         if result == "lower":
             high = min(high, number - 1)
-    return any(result == "right" for _, result in found), len(found), possible
+    return len(found), possible
 
 
 def distance():
     """How far sampled games are from the best policy, as a markdown table."""
     best = best_guesses(NUMBERS) / NUMBERS
     columns = []
-    for when in ("before", "after"):
-        games = []
-        for row in read_rows(GUESS, "evaluation_samples.jsonl"):
+    for run, when in ((GUESS, "before"), (GUESS, "after"), (TURN_REWARDS, "after")):
+        games, rewards = [], []
+        for row in read_rows(run, "evaluation_samples.jsonl"):
             if row["set"] == "held-out":
                 games += [game(text) for text in row[when]["responses"]]
-        found = [guesses for is_found, guesses, _ in games if is_found]
-        rewards = [1 + (8 - guesses) / 8 if is_found else 0 for is_found, guesses, _ in games]
-        possible = sum(game[2] for game in games) / sum(game[1] for game in games)
+                rewards += row[when]["rewards/environment"]
+        found = [guesses for (guesses, _), reward in zip(games, rewards, strict=True) if reward > 0]
+        possible = sum(possible for _, possible in games) / sum(guesses for guesses, _ in games)
         columns.append([
             f"{len(found) / len(games):.3f}",
             f"{sum(found) / len(found):.2f}",
             f"{possible:.3f}",
             f"{sum(rewards) / len(games):.3f}",
         ])  # fmt: skip
-    columns.append(["1.000", f"{best:.2f}", "1.000", f"{1 + (8 - best) / 8:.3f}"])
+    columns.append(["1.000", f"{best:.2f}", "1.000", f"{1 + (MOST_GUESSES - best) / MOST_GUESSES:.3f}"])
     names = (
         "games in which the number was found",
         "guesses, if it was found",
         "guesses that no earlier result rules out",
         "reward",
     )
-    lines = [f"| {len(games):,} sampled games | before | after | best policy |", "|---|---|---|---|"]
+    titles = f"| {len(games):,} sampled games | before | after | after, with rewards per turn | best policy |"
+    lines = [titles, "|---|---|---|---|---|"]
     for name, *cells in zip(names, *columns):
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)

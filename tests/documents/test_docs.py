@@ -672,7 +672,7 @@ def sentences_with_numbers():
     sharp, _ = evaluations("ppo-dialog-sharp")
     yield (
         "ppo_dialog",
-        f"METEOR {sharp['meteor']:.3f} and intent {sharp['intent']:.3f} on the prompts of seed 1",
+        f"METEOR {sharp['meteor']:.3f} and intent {sharp['intent']:.3f} on the same prompts",
     )
     yield "ppo_dialog", f"({sharp['distinct2']:.3f}; `results/ppo-dialog-sharp`)"
     weak, good = (
