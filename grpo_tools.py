@@ -1159,8 +1159,8 @@ def response_logprobs(lm, ids, mask, T, temperature):
 def group_hidden_states(lm, ids, mask, T):
     """The hidden states that predict the last T tokens of each row. [B, C + T], bool [B, C + T] -> [B, T, H]
 
-    The responses of a group share their prompt, so each prompt is read only once per micro-batch. Its keys
-    and values serve all responses to it, and gradients flow back through them: nothing is approximated.
+    The responses of a group share their prompt. If can_reuse_prompts, it is read only once per micro-batch:
+    its keys and values serve all responses, and gradients flow back through them. Nothing is approximated.
     """
     body, _ = body_and_head(lm)
     if not can_reuse_prompts(lm):  # each row reads its own prompt
