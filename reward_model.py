@@ -31,7 +31,7 @@ If you know how to train a text classifier, this is what changes when it serves 
 7. ppo_sentiment.py scores the first words of a review. --min-prefix-length cuts the training texts at random
    tokens, so that a classifier of texts learns to judge beginnings too. The final accuracy is that on whole
    texts.
-8. Models are trained without dropout, as in the other scripts.
+8. Models are trained without dropout, as in the RL scripts.
 
     python reward_model.py                       # recipe tiny: how checkpoints/reviews-sentiment was made
     python reward_model.py tiny-tldr             # how checkpoints/tldr-reward was made, from preferences
