@@ -1131,9 +1131,9 @@ def check_held_out(x):
     key = next((name for name in ("prompt", "text", "messages") if name in x.columns), None)
     if key is None or x.flag("environment"):  # whose tasks differ in other columns
         key = None
-        key_of, have, what = repr, "are", ""
+        key_of, have, what = repr, "are", "rows"
     else:
-        key_of, what = lambda row: repr(row.get(key)), f": value in the column {key}"
+        key_of, what = lambda row: repr(row.get(key)), f"values in the column {key}"
         have = f"have a value in the column {key} that is"
     train, held_out = {key_of(row) for row in x.train}, [key_of(row) for row in x.held_out]
     both = [row for row in x.held_out if key_of(row) in train]
@@ -1141,7 +1141,7 @@ def check_held_out(x):
         count = f"{len(both)} of {len(x.held_out)} held-out rows"
         yield remark(f"{count} {have} also in train, such as {x.place(both[0])}")
     if len({*held_out}) < len(held_out):
-        yield remark(f"the {len(held_out)} held-out rows have only {len({*held_out})} different ones{what}")
+        yield remark(f"the {len(held_out)} held-out rows contain only {len({*held_out})} different {what}")
     rows = Counter(map(repr, x.train))
     num_seen = sum(repr(row) in rows for row in x.held_out)
     if num_seen and key is not None:  # not only the same prompts
@@ -1381,7 +1381,7 @@ def rendered(x, row, chat):
 
 
 def check_calls(x):
-    """Calls in chats that the template writes otherwise than the policy should. (In the first 100 chats.)"""
+    """Calls that the template writes otherwise than the policy should, in the first 100 chats with calls."""
     with_calls = [found for found in chats_of(x) if any(message.get("tool_calls") for message in found[2])]
     seen = set()
     for row, column, chat in with_calls[:100]:
@@ -3332,18 +3332,14 @@ ONLY_REMARKS = (
 
 
 def find(x, checks=None):
-    """Run all checks, or some. -> list of Finding, each text once"""
+    """Run all checks, or some. -> list of Finding, each once"""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about kernels that nobody uses
-    findings = {}
-    for check in checks or CHECKS:
-        if x.is_quick and check in ONLY_REMARKS:
-            continue
-        for finding in run(check, x):
-            findings.setdefault(finding.text, finding)
-    # The script's own line about a fault may be a part of ours.
-    texts = list(findings)
-    repeated = {text for text in texts if any(text in other for other in texts if other != text)}
-    return [finding for text, finding in findings.items() if text not in repeated]
+    checks = [check for check in checks or CHECKS if not (x.is_quick and check in ONLY_REMARKS)]
+    findings = dict.fromkeys(finding for check in checks for finding in run(check, x))
+    # The script's own line about a fault may be a part of ours. (But a remark does not replace an error.)
+    pairs = itertools.permutations(findings, 2)
+    repeated = {one for one, other in pairs if one.kind == other.kind and one.text in other.text}
+    return [finding for finding in findings if finding not in repeated]
 
 
 def run(check, x):

@@ -1142,8 +1142,8 @@ def response_logprobs(lm, ids, mask, T, temperature):
 def group_hidden_states(lm, ids, mask, T):
     """The hidden states that predict the last T tokens of each row. [B, C + T], bool [B, C + T] -> [B, T, H]
 
-    The responses of a group share their prompt, so each prompt is read only once per micro-batch. Its keys
-    and values serve all responses to it, and gradients flow back through them: nothing is approximated.
+    The responses of a group share their prompt. If can_reuse_prompts, it is read only once per micro-batch:
+    its keys and values serve all responses, and gradients flow back through them. Nothing is approximated.
     """
     body, _ = body_and_head(lm)
     if not can_reuse_prompts(lm):  # each row reads its own prompt
@@ -1303,7 +1303,7 @@ RECIPES = {
 
 
 class UserError(Exception):
-    """An error that would otherwise be silent: printed on one line, exit code 2."""
+    """An error that would otherwise be silent: printed without a traceback, exit code 2."""
 
 
 # ---- Models ------------------------------------------------------------------------------------------------
@@ -2229,7 +2229,7 @@ def parse_args(argv):
 
 
 def main(argv=None):
-    """Run the command line. A UserError prints one line, with exit code 2."""
+    """Run the command line. A UserError is printed without a traceback, exit code 2."""
     warnings.filterwarnings("ignore", category=FutureWarning)  # libraries that use each other's old names
     warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft, about GPT-2; it does the right thing
     for library in (transformers, datasets):

@@ -981,7 +981,7 @@ RECIPES = {
 
 
 class UserError(Exception):
-    """An error that would otherwise be silent: printed on one line, exit code 2."""
+    """An error that would otherwise be silent: printed without a traceback, exit code 2."""
 
 
 # ---- Models ------------------------------------------------------------------------------------------------
@@ -1822,7 +1822,7 @@ def parse_args(argv):
 
 
 def main(argv=None):
-    """Run the command line. A UserError prints one line, with exit code 2."""
+    """Run the command line. A UserError is printed without a traceback, exit code 2."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["chat"]:  # the same as python chat.py
         return importlib.import_module("chat").main(argv[1:])

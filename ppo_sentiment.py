@@ -954,7 +954,7 @@ RECIPES = {
 
 
 class UserError(Exception):
-    """An error that would otherwise be silent: printed on one line, exit code 2."""
+    """An error that would otherwise be silent: printed without a traceback, exit code 2."""
 
 
 # ---- Models ------------------------------------------------------------------------------------------------
@@ -1650,7 +1650,7 @@ def parse_args(argv):
 
 
 def main(argv=None):
-    """Run the command line. A UserError prints one line, with exit code 2."""
+    """Run the command line. A UserError is printed without a traceback, exit code 2."""
     warnings.filterwarnings("ignore", category=FutureWarning)  # libraries that use each other's old names
     warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft, about GPT-2; it does the right thing
     for library in (transformers, datasets):

@@ -1202,6 +1202,10 @@ def evaluation_tables(run):
     if before:
         rows = [(name, before[name], after[name]) for name in before]
         tables.append((f"{run.evaluation.get('n', '')} held-out prompts", ["", "before", "after"], rows))
+    pairs, pairs_before = [run.evaluation.get(name, {}) for name in ("pairs", "pairs before")]
+    if pairs:  # dpo_tldr.py; an older run has only those after training
+        rows = [(name, pairs_before.get(name, ""), x) for name, x in pairs.items()]
+        tables.append((f"{run.evaluation['number of pairs']} held-out pairs", ["", "before", "after"], rows))
     numbers = [(name, x) for name, x in run.evaluation.items() if number(x) is not None]
     if numbers and not before:
         tables.append(("Held-out data", ["", ""], numbers))

@@ -31,7 +31,7 @@ If you know how to train a text classifier, this is what changes when it serves 
 7. ppo_sentiment.py scores the first words of a review. --min-prefix-length cuts the training texts at random
    tokens, so that a classifier of texts learns to judge beginnings too. The final accuracy is that on whole
    texts.
-8. Models are trained without dropout, as in the other scripts.
+8. Models are trained without dropout, as in the RL scripts.
 
     python reward_model.py                       # recipe tiny: how checkpoints/reviews-sentiment was made
     python reward_model.py tiny-tldr             # how checkpoints/tldr-reward was made, from preferences
@@ -548,7 +548,7 @@ def read_completions(rows):
 
 
 def find_prompt(row, responses):
-    """The prompt of a row, a text or a chat like its responses. It is empty if they contain it.
+    """The prompt of a row, a text or a chat like its responses. If it is empty, they contain it.
 
     column prompt    responses                          prompt
     text             texts                              the column
@@ -892,7 +892,7 @@ RECIPES = {
 
 
 class UserError(Exception):
-    """An error that would otherwise be silent: printed on one line, exit code 2."""
+    """An error that would otherwise be silent: printed without a traceback, exit code 2."""
 
 
 # ---- Models ------------------------------------------------------------------------------------------------
@@ -1451,7 +1451,7 @@ def parse_args(argv):
 
 
 def main(argv=None):
-    """Run the command line. A UserError prints one line, with exit code 2."""
+    """Run the command line. A UserError is printed without a traceback, exit code 2."""
     warnings.filterwarnings("ignore", category=FutureWarning)  # libraries that use each other's old names
     warnings.filterwarnings("ignore", message="fan_in_fan_out")  # peft, about GPT-2; it does the right thing
     for library in (transformers, datasets):

@@ -186,7 +186,7 @@ def test_training_rows_that_are_held_out(look):
 def test_repeated_held_out_prompts(look):
     test = posts_of("test", 4)
     found = look("rloo_tldr", train_jsonl=posts_of("train", 9), test_jsonl=test + test[:3])
-    assert_remark(found, "the 7 held-out rows have only 4 different")
+    assert_remark(found, "the 7 held-out rows contain only 4 different values in the column prompt")
 
 
 def test_tasks_of_an_environment(look, tmp_path):
@@ -198,7 +198,7 @@ def test_tasks_of_an_environment(look, tmp_path):
     about = [text for text in texts(found, "remark") if "held-out rows" in text]
     assert about == [
         "1 of 4 held-out rows are also in train, such as test.jsonl row 1",
-        "the 4 held-out rows have only 3 different ones",
+        "the 4 held-out rows contain only 3 different rows",
     ]
 
 

@@ -57,6 +57,29 @@ def test_what_cannot_be_checked(words):
     assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("check.py: "), done.stderr
 
 
+def test_a_remark_does_not_replace_an_error(scripts):
+    """Of two findings of one kind, one that is a part of the other is left out."""
+
+    def two(x):
+        yield check.remark("rows 1 and 2 are empty")
+        yield check.error("rows 1 and 2 are empty")
+
+    def three(x):
+        yield check.error("row 3 is empty, so the run would stop")
+        yield check.error("row 3 is empty, so the run would stop")
+        yield check.error("row 3 is empty")
+        yield check.remark("row 3 is empty, so the run would stop there")
+
+    x = check.Inputs(scripts["sft"], scripts["sft"].Args())
+    found = [(finding.kind, finding.text) for finding in check.find(x, [two, three, two])]
+    assert found == [
+        ("remark", "rows 1 and 2 are empty"),
+        ("error", "rows 1 and 2 are empty"),
+        ("error", "row 3 is empty, so the run would stop"),
+        ("remark", "row 3 is empty, so the run would stop there"),
+    ]
+
+
 def test_help():
     done = run("--help")
     assert done.returncode == 0 and "python check.py rloo_tldr.py" in done.stdout

@@ -560,3 +560,15 @@ def test_a_page_of_a_reward_model(tmp_path):
     report.main([str(run), "--output", str(tmp_path / "page.html")])
     text = (tmp_path / "page.html").read_text()
     assert "<td>accuracy<td>0.875" in text and "This run has no numbers per token" in text
+
+
+def test_both_final_tables_of_dpo(tmp_path):
+    before, after = {"win rate": 0.25, "score mean": 1.0}, {"win rate": 0.5, "score mean": 1.5}
+    pairs_before, pairs = {"rewards/accuracies": 0.0}, {"rewards/accuracies": 0.75}
+    about = {"before": before, "after": after, "n": 30, "judge": "judge.py:f", "number of pairs": 40}
+    about |= {"pairs before": pairs_before, "pairs": pairs}
+    (tmp_path / "metrics.jsonl").write_text('{"update": 1}\n')
+    (tmp_path / "evaluation.json").write_text(json.dumps(about))
+    prompts, pairs = report.evaluation_tables(report.read_run(tmp_path))
+    assert prompts[0] == "30 held-out prompts" and len(prompts[2]) == 2
+    assert pairs == ("40 held-out pairs", ["", "before", "after"], [["rewards/accuracies", "0", "0.75"]])
