@@ -254,6 +254,8 @@ def find_problems(run):
 def unusual_flags(run):
     """Flags that differ from those of the healthy runs. -> dict: flag -> (its value, that of healthy runs)"""
     names = sorted(run.args.keys() & run.band_args.keys() - MAY_DIFFER)
+    if not run.args.get("lora_r") and not run.band_args.get("lora_r"):  # no adapter
+        names = [name for name in names if not name.startswith("lora_")]
     return {
         f"--{name.replace('_', '-')}": (run.args[name], run.band_args[name])
         for name in names
