@@ -331,6 +331,18 @@ def test_the_tables_are_those_of_the_programs():
         f"is {reward:.2f} instead of {reward_before:.2f}, but {100 * failed:.1f} % of the calls fail instead"
     )
     assert f"{text} of {100 * failed_before:.1f} %." in " ".join(DOCS["grpo_tools"].split())
+    rows = read_rows(tools.TURN_REWARDS, "metrics.jsonl")
+    reward, failed = (
+        fmean(row[key] for row in rows[80:98]) for key in ("env/reward_mean", "tools/failure_frequency")
+    )
+    ends = [f"{fmean(row['env/reward_mean'] for row in rows[i : i + 20]):.2f}" for i in (140, 160, 180)]
+    broken = read_rows(tools.GUESS.with_name("no-end.zip"), "metrics.jsonl")
+    for text in (
+        f"the reward of updates 81 to 98 is {reward:.2f}, and {100 * failed:.1f} % of the calls fail",
+        f"is {ends[0]} in updates 141 to 160, {ends[1]} in the next 20, and {ends[2]} in the last 20",
+        f"after {len(broken)} updates, {100 * broken[-1]['completions/end_unfinished_call']:.0f} % of the games",
+    ):
+        assert text in " ".join(DOCS["grpo_tools"].split())
     for table in (tools.results, tools.errors, tools.misuse, tools.distance):
         assert table() in DOCS["grpo_tools"]
     greedy = [result(f"grpo-tools-tiny/seed{seed}/evaluation.json") for seed in tools.SEEDS]
