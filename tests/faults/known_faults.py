@@ -926,7 +926,7 @@ check.bad_csv_lines: a csv row with a value too many is read (trap 50, TypeError
   - len(cells) != len(header)
   + len(cells) < len(header)
 ppo_sentiment.read_rows: a csv file with an open quote is read (trap 50)
-  faults/test_public_reports.py::test_a_csv_file_that_does_not_fit_its_header
+  faults/test_public_reports.py::test_a_csv_file_with_an_open_quote
   - strict=True
   + strict=False
 reward_model.find_classes: an empty label is a class

@@ -340,6 +340,13 @@ def test_a_csv_file_that_does_not_fit_its_header(script, small, tmp_path, text):
     assert refused(script, small("ppo_sentiment", dataset_name=str(tmp_path)), f"{tmp_path}/train.csv, line ")
 
 
+def test_a_csv_file_with_an_open_quote(script, tmp_path):
+    """Without check.py too: the rest of the file would become one value."""
+    (tmp_path / "train.csv").write_text('a,b\n1,"2\n3,4\n')
+    with pytest.raises(csv.Error):
+        script.read_rows(tmp_path / "train.csv")
+
+
 @pytest.mark.parametrize("name", ["data/train.csv", "my.csv", "train.tsv", "train.csv.gz"])
 def test_csv_in_other_files(scripts, small, tmp_path, name):
     """datasets would read them."""
