@@ -756,8 +756,9 @@ def check_reward_weights(x):
 
 
 def check_flags_without_effect(x):
-    """Flags that somebody gave and that change nothing: the run would look as if they did. And a penalty that
-    responses with a low limit get through no fault of theirs."""
+    """Flags that were given and change nothing, so that the run looks as if they did. Also a penalty for
+    responses without EOS, if some have too little room for one.
+    """
     args = x.args
     no_effect = {
         "lora_alpha": not args.lora_r and "without --lora-r",

@@ -284,7 +284,7 @@ def train(args):
     # get_scores(trajectories) -> dict: name of the reward -> [B]
     get_scores = partial(score_trajectories, load_functions(args.reward_fn or []), trainer_state, device)
     # start_tools(trajectories) gives each one its tools, its environment and a thread in which they run. The
-    # chat template writes the schemas into every prompt.
+    # chat template writes the schemas into every prompt. (That of the small model does not: it knows them.)
     start_tools, schemas = load_tools(args)
     train_prompts, held_out = load_prompts(args, tokenizer, schemas)
     policy = load_policy(args, args.model_name_or_path, device)

@@ -343,6 +343,11 @@ def test_the_tables_are_those_of_the_programs():
         f"after {len(broken)} updates, {100 * broken[-1]['completions/end_unfinished_call']:.0f} % of the games",
     ):
         assert text in " ".join(DOCS["grpo_tools"].split())
+    *_, line = tools.distance().splitlines()  # the rewards
+    before, *after, best = (float(cell) for cell in line.strip("|").split("|")[1:])
+    for reward, text in zip(after, ("One reward for the whole game: {} % of the way", "turn: {} % of the way")):
+        share = 100 * (reward - before) / (best - before)
+        assert text.format(round(share)) in " ".join(DOCS["grpo_tools"].split())
     for table in (tools.results, tools.errors, tools.misuse, tools.distance):
         assert table() in DOCS["grpo_tools"]
     greedy = [result(f"grpo-tools-tiny/seed{seed}/evaluation.json") for seed in tools.SEEDS]
