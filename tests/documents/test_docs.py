@@ -750,6 +750,19 @@ def test_the_table_of_memory_on_a_gpu_is_that_of_the_file():
         assert cells_of(DOCS["speed"], name) == peaks
 
 
+def test_the_table_of_dpos_flags_is_that_of_the_files():
+    page = DOCS["dpo_tldr"].split("\n### What goes wrong")[1]
+    rows = [[x.strip() for x in line.strip("|").split("|")] for line in page.split("\n\n")[2].splitlines()[2:]]
+    assert len(rows) == 5
+    for rate, beta, *cells in rows:
+        name = f"dpo-tldr-sweep/lr-{rate}-beta-{beta}"
+        run = result(f"{'dpo-tldr-tiny/seed1' if rate == '1e-4' else name}/evaluation.json")
+        after, pairs = run["after"], run["pairs"]
+        expected = [f"{after['win rate']:.3f}", f"{after['KL, nats per response']:.3f}"]
+        expected += [f"{pairs['logps/chosen']:.2f}", f"{pairs['rewards/accuracies']:.3f}"]
+        assert cells == expected
+
+
 def test_the_table_of_prefixes_is_that_of_the_file():
     good, other = (
         result("prefixes.json")[x] for x in ("checkpoints/reviews-sentiment", "runs/without-prefixes/model")
