@@ -689,7 +689,7 @@ def sentences_with_numbers():
 
     before, after = evaluations("grpo-math-hacked/format-alone/seed1")
     change = f"from {before['held-out: pass@1']:.3f} to {after['held-out: pass@1']:.3f}"
-    yield "grpo_math", f"pass@1 falls {change} (`results/grpo-math-hacked/format-alone`)"
+    yield "grpo_math", f"pass@1 hardly changes: {change} (`results/grpo-math-hacked/format-alone`)"
     sharp, _ = evaluations("ppo-dialog-sharp")
     yield (
         "ppo_dialog",
