@@ -1230,7 +1230,8 @@ def verdict(run):
 def describe_findings(run):
     """The findings as text for the screen."""
     findings = find_problems(run)
-    count = f"{len(findings)} findings" if findings else verdict(run)
+    count = "1 finding" if len(findings) == 1 else f"{len(findings)} findings"
+    count = count if findings else verdict(run)
     lines = [f"{run.name}: {count} (updates: {len(run.metrics)})", *filter(None, [skipped_checks(run)])]
     for finding in findings:
         lines += ["", f"{finding.title}. {finding.evidence}"]

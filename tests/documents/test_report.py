@@ -189,7 +189,7 @@ def test_a_run_of_one_update_without_anything_else(tmp_path, capsys):
 def test_diagnose_prints_findings(capsys):
     report.main([str(ROOT / "results/rloo-weak-reward"), "--diagnose"])
     out = capsys.readouterr().out
-    assert "1 findings" in out and "1. the reward model is too weak" in out
+    assert "1 finding (" in out and "1. the reward model is too weak" in out
     report.main([str(run_folder(ROOT / "results/diagnose/runs/healthy") / "ppo_sentiment-11"), "--diagnose"])
     assert capsys.readouterr().out.endswith("ppo_sentiment-11: nothing looks wrong (updates: 200)\n")
     report.main([str(run_folder(ROOT / "results/rloo-tiny/seed1")), "--diagnose"])
