@@ -910,23 +910,34 @@ def check_adapters(x):
 
 # ---- Data: files -------------------------------------------------------------------------------------------
 
-DATA_FILE = r"(?P<stem>[^.]+)\.(?P<type>jsonl\.gz|jsonl|json|csv|tsv|parquet|arrow)"
+DATA_FILE = r"(?i:(?P<stem>.+?)\.(?P<type>((json|jsonl|csv|tsv)(\.(gz|zst|xz|bz2|zip|part))?|parquet|arrow)))"
+ABOUT_DATA = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")  # of datasets
+PART = r"-\d+(?:(-of-\d+)(-\w+)?)?$"  # -0, -00000-of-00002, -00000-of-00002-a09b74b3ef9c3b56
 SPLIT_NAMES = {
     "train": r"train(ing|_sft|_prefs|_gen)?",
     "held-out": r"(test|dev|valid|val|validation|eval|heldout|held[-_]out)(_sft|_prefs|_gen)?",
 }
 
 
-def data_files(folder):
-    """Files in a folder that hold rows, by the split that their name says. -> list of (split, path, match)"""
+def data_files(folder, paths=None):
+    """Files in a folder that hold rows, by the split that their name says. -> list of (split, path, match)
+
+    paths: files below the folder, whose split may be the name of their own folder
+    """
     found = []
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+    is_below = paths is not None
+    for path in sorted(paths if is_below else folder.iterdir()) if folder.is_dir() else []:
         match = re.fullmatch(DATA_FILE, path.name)
         if match:
-            stem = re.sub(r"-\d+(-of-\d+)?$", "", match["stem"])
-            splits = [split for split, names in SPLIT_NAMES.items() if re.fullmatch(names, stem)]
-            found.append((splits[0] if splits else None, path, match))
+            split = split_of(re.sub(PART, "", match["stem"]))
+            found.append((split or is_below and split_of(path.parent.name) or None, path, match))
     return found
+
+
+def split_of(name):
+    """The split that a name means: "train", "held-out", or None."""
+    names = SPLIT_NAMES.items()
+    return next((split for split, pattern in names if re.fullmatch(pattern, name, re.IGNORECASE)), None)
 
 
 def check_files(x):
@@ -990,11 +1001,15 @@ def check_splits(x):
         folder = find_path(x, name)
         if folder is None or not folder.is_dir():
             yield from unread_splits(x, name)
+            part = re.search(r"-\d+-of-0*([2-9]|\d\d+)\b", name) if folder else None
+            if part:
+                yield remark(f"{name} is one of {part[1]} parts: name its folder to read all")
             continue
         files = data_files(folder)
+        below = data_files(folder, [*folder.glob("*/*.*"), *folder.glob("*/*/*.*")])
         twice = list(candidates(name, files))
         yield from twice
-        yield from missing_shards(name, files)
+        yield from missing_shards(name, files + below)
         if not can_be_loaded(x, name):
             continue
         used = {id(row) for rows in x.splits(name) for row in rows}
@@ -1009,48 +1024,82 @@ def check_splits(x):
             )
         if not x.files_read[name]:  # through load_dataset
             yield from unread_splits(x, name)
+            kinds = {match["type"] for _, file, match in files + below if file.name not in ABOUT_DATA}
+            if len(kinds) > 1:
+                yield error(f"{name}: datasets reads files of one kind only, and there are {listed(kinds)}")
             continue
-        for split, path, _ in files:
+        for split, path, _ in files + [file for file in below if file[0] is not None]:
             if path.resolve() not in read:
                 yield from unread_file(split, path, files, read)
 
 
 def candidates(name, files):
     """train.jsonl beside train.csv, or beside shards: which one, or both? They may hold the same rows."""
-    for split in SPLIT_NAMES:
+    for split in ("train", "validation", "test"):
         writings = {}
-        for found, path, match in files:
-            if found == split:
-                stem = re.sub(r"-\d+(-of-\d+)?$", "-*", match["stem"])
-                writings.setdefault(f"{stem}.{match['type']}", []).append(path.name)
-        stems = {re.sub(r"(-\*)?\..*", "", writing) for writing in writings}
-        if len(writings) > 1 and len(stems) == 1:
+        for _, path, match in files:
+            stem = re.sub(PART, r"-*\1", match["stem"])
+            is_read = match["type"] in ("jsonl", "jsonl.gz", "csv", "parquet", "json")
+            if is_read and re.match(rf"{split}(-|$)", stem):
+                writings.setdefault((stem, match["type"]), []).append(path.name)
+        has_usual_name = any(re.match(rf"{split}(-\*|$)", stem) for stem, _ in writings)  # not only train-a
+        if len(writings) > 1 and has_usual_name:
             names = sorted(name for names in writings.values() for name in names)
-            yield error(f"{name}: which file is {stems.pop()}? {listed(names)}: keep one of them")
+            yield error(f"{name}: which file is {split}? {listed(names)}: keep one of them")
 
 
 def missing_shards(name, files):
-    """train-00000-of-00002 without its second half."""
+    """train-00000-of-00002 without its second half; train-0 and train-2 without train-1."""
     shards = {}
-    for _, _, match in files:
-        numbered = re.fullmatch(r"(.*)-(\d+)-of-(\d+)", match["stem"])
-        if numbered:
-            shards.setdefault((numbered[1], int(numbered[3]), match["type"]), set()).add(int(numbered[2]))
-    for (stem, count, kind), numbers in shards.items():
-        if len(numbers) != count:
-            yield error(f"{name}: {stem}-*-of-{count:05}.{kind}: {len(numbers)} of {count} parts are there")
+    for split, path, match in files:
+        numbered = re.fullmatch(
+            r"(?:(.*?)-)??(?:part|shard|chunk)?[-_]?(\d+)(-of-(\d+)(-\w+)?)?", match["stem"]
+        )
+        if numbered and (split or numbered[4] or numbered[1] in ("train", "validation", "test")):
+            writing = f"{numbered[1] or path.parent.name}-*{numbered[3] and '-of-' + numbered[4] or ''}"
+            key = path.parent, f"{writing}.{match['type']}", int(numbered[4] or 0)
+            shards.setdefault(key, set()).add(int(numbered[2]))
+    for (_, writing, count), numbers in shards.items():  # they count from 0 or from 1
+        first = min(numbers, default=0)
+        if count and numbers not in ({*range(count)}, {*range(1, count + 1)}):
+            there = len(numbers & {*range(count)})
+            yield error(f"{name}: {writing}: {there} of {count} parts are there")
+        elif not count and first < 2 and len(numbers) > 1 and max(numbers) - first >= len(numbers):
+            gap = min({*range(first, max(numbers))} - numbers)
+            yield error(f"{name}: {writing}: number {gap} is missing")
 
 
 def same_rows_twice(files):
-    """Two files of a split with the same rows: each would count twice."""
-    known = {}
+    """Files of a split whose rows the others have too: each would count twice."""
+    splits = {}
     for path, rows in files.items():
-        split = re.match(r"[a-zA-Z]+", path.name)[0] if re.match(r"[a-zA-Z]+", path.name) else ""
-        texts = {repr(sorted(map(str, row.values()))) for row in rows}
-        for other, other_texts in known.get(split, {}).items():
-            if len(texts & other_texts) > len(texts) / 2:
-                yield error(f"{path} repeats rows of {other.name}: remove one of them")
-        known.setdefault(split, {})[path] = texts
+        splits.setdefault(re.split(r"[-.]", path.name)[0], {})[path] = rows
+    for rows_of_file in filter(lambda files: len(files) > 1, splits.values()):
+        for text_of in (values_of, task_of):
+            texts = {path: {text_of(row) for row in rows} - {None} for path, rows in rows_of_file.items()}
+            repeats = []
+            for path in texts:
+                shared = {other: len(texts[path] & texts[other]) for other in texts if other != path}
+                others = set().union(*(texts[other] for other in shared))
+                if len(texts[path] & others) > len(texts[path]) / 2:
+                    repeats.append((path, max(shared, key=shared.get)))
+            if repeats:
+                path, other = repeats[-1]
+                if text_of is values_of:
+                    yield error(f"{path} repeats rows of {other.name}: remove one of them")
+                else:
+                    yield remark(f"{path} has the prompts of {other.name}: is one of them an older writing?")
+                break
+
+
+def values_of(row):
+    return repr(sorted(map(str, row.values())))
+
+
+def task_of(row):
+    """What two rows of one task have in common; None if there is no prompt or text."""
+    key = next((key for key in ("prompt", "text", "messages") if row.get(key)), None)
+    return key and repr(row[key])
 
 
 def unread_file(split, path, files, read):

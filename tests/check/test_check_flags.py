@@ -120,7 +120,9 @@ def test_flags_without_effect(scripts, small, name, changes, word):
 def test_a_label_without_a_classifier(scripts, small, tmp_path, has_judge):
     """The judge of the final table reads the label, too."""
     path = tmp_path / "short.py"
-    path.write_text("def short(prompts, completions, **columns):\n    return [-len(x) for x in completions]\n")
+    path.write_text(
+        "def short(prompts, completions, **columns):\n    return [-len(x) for x in completions]\n"
+    )
     changes = dict(reward_fn=[f"{path}:short"], reward_label="negative")
     judge = "checkpoints/reviews-judge" if has_judge else None
     args = small("ppo_sentiment", **changes, judge_model_path=judge)
