@@ -1603,6 +1603,55 @@ def end_in_template(x):
     return x.tokenizer(end, add_special_tokens=False).input_ids
 
 
+def check_written_answers(x):
+    """Last answers that are empty, or of which the template leaves out a part, such as a thought."""
+    chats = [(row, column, chat) for row, column, chat in chats_of(x) if column != "prompt"]
+    chats = [found for found in chats if found[2][-1].get("role") == "assistant"]
+    empty, shortened = [], []
+    for row, column, chat in chats[:: len(chats) // (QUICK_ROWS if x.is_quick else MOST_ROWS) + 1]:
+        content, prompt = chat[-1].get("content"), row.get("prompt")
+        if is_blank(content) and not chat[-1].get("tool_calls"):
+            empty.append(row)
+        if not isinstance(content, str):
+            continue  # check_messages says so
+        if not has_question(chat):  # which is elsewhere
+            chat = [*(prompt if is_messages(prompt) else [{"role": "user", "content": "Q"}]), *chat]
+        text = rendered(x, row, chat)
+        if text is not None and "".join(content.split()) not in "".join(text.split()):
+            shortened.append((row, column, content))
+    if shortened:
+        row, column, content = shortened[0]
+        yield error(
+            f"{len(shortened)} last answers are written otherwise, or in part, by the chat template; the "
+            f"first is in {x.place(row)}, column {column}: {short(content)}"
+        )
+    if empty:
+        yield remark(f"{len(empty)} last answers are empty; the first is in {x.place(empty[0])}")
+
+
+def check_beginning_of_answers(x):
+    """An answer must begin where a prompt ends, or rollouts and answers of the data differ."""
+    if not x.tokenizer.chat_template or not (x.kind in ("grpo", "tools") or chats_of(x)):
+        return
+    question = {"role": "user", "content": "Q"}
+    answer = {"role": "assistant", "content": MARKER}
+    prompt = x.tokenizer.apply_chat_template([question], tokenize=False, add_generation_prompt=True)
+    begin = x.tokenizer.apply_chat_template([question, answer], tokenize=False).partition(MARKER)[0]
+    header = begin.removeprefix(prompt)
+    if header != begin and re.search(r"\w", re.sub("</?think>", "", header)):
+        text = f"after a prompt, the chat template writes {header!r} before an answer"
+        yield (error if x.kind in ("rloo", "grpo", "tools") else remark)(
+            f"{text}: the policy has to write that itself, in every response. It belongs into "
+            "{% if add_generation_prompt %}"
+        )
+    elif x.kind == "dpo" and not begin.startswith(prompt.rstrip()):
+        after = prompt.removeprefix(os.path.commonprefix([prompt, begin]))
+        yield error(
+            f"the chat template ends a prompt with {after!r}, and writes answers without it: the pairs would "
+            "be scored after another prompt than samples are"
+        )
+
+
 def check_control_tokens(x):
     """Text of a user that the tokenizer reads as a control token: it can end or open a turn."""
     tokenizer = x.tokenizer
@@ -3372,7 +3421,8 @@ CHECKS = [
     *(check_completions, check_labels),
     *(check_dialogs, check_kept_rows, check_two_bos),
     *(check_held_out, check_amount, check_blank_values, check_unread_columns, check_learned_answers),
-    *(check_end_of_answers, check_control_tokens, check_vocabulary, check_stop_tokens, check_from_config),
+    *(check_end_of_answers, check_written_answers, check_beginning_of_answers, check_control_tokens),
+    *(check_vocabulary, check_stop_tokens, check_from_config),
     *(check_context, check_logits, check_cache, check_quantized, check_lora, check_shared_layers),
     *(check_critic, check_reward_models, check_column_names, check_rewards, check_judge_of_dpo),
     *(check_system_prompt, check_known_tools, check_tool_format, check_environment, check_memory),
