@@ -673,8 +673,12 @@ POSITIVE = (
     *("num_eval_samples", "num_context_utterances", "max_length", "query_min_length", "response_min_length"),
     *("response_length", "temperature", "max_grad_norm", "score_clip", "kl_target", "kl_horizon", "beta"),
     *("max_turns", "max_tool_tokens", "tool_workers", "tool_timeout", "lora_alpha", "max_prompt_length"),
-    *("learning_rate", "local_rollout_forward_batch_size"),
+    *("learning_rate", "local_rollout_forward_batch_size", "cliprange", "cliprange_value"),
 )
+
+
+# Texts for which "" means something, or is looked at by another check.
+MAY_BE_EMPTY = ("system_prompt", "prompt_template", "chat_template_kwargs", "utterance_end")
 
 
 def check_python(x):
@@ -692,12 +696,19 @@ def check_numbers(x):
         may_be_negative = name.endswith("_weight") or isinstance(default, (int, float)) and default < 0
         if math.isnan(value) or value < 0 and not may_be_negative or value == 0 and name in POSITIVE:
             yield error(f"{flag_name(name)} cannot be {value}")
+    for name, value in vars(x.args).items():  # often a variable of the shell that is not set
+        if name not in (*MAY_BE_EMPTY, *FUNCTION_FLAGS) and "" in (value, *list_of(value)):
+            yield error(f"{flag_name(name)} is empty: leave the flag out, or give it a value")
     fractions = ("warmup_ratio", "gamma", "lam")
     for name in fractions:
         if (x.flag(name) or 0) > 1:
             yield error(f"{flag_name(name)} is a fraction: {x.flag(name)} is more than 1")
     if not 0 <= (x.flag("label_smoothing") or 0) < 0.5:
         yield error("--label-smoothing must be less than 0.5: at 0.5, both responses count alike")
+
+
+def list_of(value):
+    return value if isinstance(value, list) else []
 
 
 def check_pairs_of_flags(x):
@@ -744,11 +755,19 @@ def check_pairs_of_flags(x):
 def check_reward_weights(x):
     """One weight for each function; with an environment, one more for its get_reward()."""
     weights = x.flag("reward_weights")
+    names = list(x.flag("reward_fn") or [])
+    if x.kind != "tools" and x.flag("reward_fn") == []:
+        yield error("--reward-fn names no function")
+    if x.kind == "tools" and x.args.environment and hasattr(environment_class(x), "get_reward"):
+        if any(name.endswith(":environment") for name in names):
+            yield error(
+                "--reward-fn: rename the function environment: get_reward() of the environment has that name"
+            )
+        names.append("get_reward()")
     if weights is None:
         return
-    names = list(x.flag("reward_fn") or [])
-    if x.kind == "tools" and x.args.environment and hasattr(environment_class(x), "get_reward"):
-        names.append("get_reward()")
+    if not any(weights):
+        yield error("--reward-weights: all are 0, so no response would be better than another")
     if not names and x.kind != "ppo_dialog":
         names = ["the reward model"]
     if len(weights) != len(names):
@@ -772,6 +791,7 @@ def check_flags_without_effect(x):
         "utterance_end": x.kind == "sft" and "dialog" not in x.columns and "without a column dialog",
         "completion_only_loss": "completion" not in x.columns and "without a column completion",
         "kl_estimator": x.flag("kl_coef") == 0 and "with --kl-coef 0",
+        "missing_eos_penalty": x.flag("missing_eos_penalty") == 0 and "if it is 0: None is no penalty",
     }
     if x.kind == "ppo_sentiment" and x.flag("reward_fn") and x.flag("judge_model_path") is None:
         no_effect["reward_label"] = "with --reward-fn, unless there is a judge"
@@ -784,6 +804,10 @@ def check_flags_without_effect(x):
     for name, why in no_effect.items():
         if why and x.was_changed(name) and x.flag(name) is not None:
             yield remark(f"{flag_name(name)} has no effect {why}")
+    if x.flag("vf_coef") == 0:
+        yield remark("--vf-coef 0: the critic is not trained, so its values do not become baselines")
+    if x.flag("max_turns") == 1 and x.args.tools:
+        yield remark("--max-turns 1: a call of a tool ends its trajectory, and nobody reads the result")
     shortest = x.flag("response_min_length")
     if x.flag("missing_eos_penalty") is not None and shortest and shortest < args.response_length:
         yield remark(
@@ -1271,6 +1295,12 @@ def check_unread_columns(x):
 
 def check_columns_of_one_row(x):
     """sft.py and preferences: two kinds of columns in one row, of which one would be ignored."""
+    if uses_preferences(x):
+        both = [
+            row for row in x.rows if not is_blank(row.get("chosen")) and not is_blank(row.get("responses"))
+        ]
+        if both:
+            yield remark(f"{len(both)} rows have chosen and responses ({x.place(both[0])}): chosen is read")
     if x.kind == "sft":
         kinds = ("text", "completion", "messages", "dialog")
         for row in x.rows:
@@ -2222,8 +2252,10 @@ def check_shared_layers(x):
     if count:
         lists = [m for m in x.model.modules() if isinstance(m, torch.nn.ModuleList)]
         layers = len(max(lists, key=len))
-        if count > layers:
-            yield error(f"--num-shared-layers {count}: the model has {layers} layers")
+        if count >= layers:
+            yield error(
+                f"--num-shared-layers {count}: the model has {layers} layers, and some must be trained"
+            )
 
 
 def check_critic(x):
@@ -2429,7 +2461,7 @@ def lists_only(name, function):
     @wraps(function)
     def call(*inputs, **columns):
         scores = function(*inputs, **columns)
-        if isinstance(scores, (Mapping, Set, str)):
+        if isinstance(scores, (Mapping, Set, str, bytes)):
             raise TypeError(f"{name} returned a {type(scores).__name__}, not a list of numbers")
         return scores
 
@@ -2731,6 +2763,8 @@ def check_judge_of_dpo(x):
 def check_system_prompt(x):
     """A system prompt that belongs to other data, or speaks of tools that are not there."""
     prompt = x.flag("system_prompt")
+    if prompt == "":
+        yield remark("--system-prompt is an empty text, which is a system message too; None is no message")
     if not prompt:
         return
     if is_path(x, prompt):

@@ -621,3 +621,12 @@ def test_the_turn_of_a_dialog(look, tmp_path):
         "ppo_dialog", dict(reward_fn=[f"{tmp_path}/ones.py:ones"]), train_jsonl=rows, test_jsonl=rows[:2]
     )
     assert_remark(found, "the column turn is replaced")
+
+
+def test_two_kinds_of_preferences_in_one_row(scripts, small, tiny_pairs, tmp_path):
+    rows = [
+        dict(prompt=f"{i}?", chosen=" Yes.", rejected=" No.", responses=[" No.", " Yes."]) for i in range(9)
+    ]
+    data = write_rows(tmp_path / "data", train=rows, test=rows)
+    found = findings(scripts["dpo_tldr"], small("dpo_tldr", dataset_name=data, eval_dataset_name=None))
+    assert_remark(found, "18 rows have chosen and responses (train.jsonl row 1): chosen is read")
