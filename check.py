@@ -57,6 +57,7 @@ from jinja2 import TemplateError
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from safetensors import safe_open
 
 GB = 1e9
 QUICK_ROWS, MOST_ROWS = 200, 3_000  # rows that are tokenized: by errors(), and on the command line
@@ -192,6 +193,8 @@ class Inputs:
         adapter = adapter_in(self, name)
         if adapter is None:
             return self.load(name, "config.json", transformers.AutoConfig.from_pretrained)
+        if adapter_in(self, adapter["base_model_name_or_path"]) is not None:
+            return self.config_of(adapter["base_model_name_or_path"])
         load = partial(transformers.AutoConfig.from_pretrained, revision=adapter.get("revision"))
         return self.load(adapter["base_model_name_or_path"], "config.json", load)
 
@@ -915,7 +918,12 @@ def adapter_in(x, name):
 def check_adapters(x):
     """The scripts merge a policy's adapter into its base model. Others are not models."""
     for flag, name in models_of(x).items():
-        adapter = adapter_in(x, name)
+        adapter, folder = adapter_in(x, name), Path(x.path(name))
+        if (folder / "adapter_config.json").exists() and (folder / "config.json").exists():
+            yield error(
+                f"{flag_name(flag)} {name} holds a model and an adapter, which would be loaded instead, with "
+                "its own base model: remove adapter_config.json, or config.json"
+            )
         if adapter is None:
             continue
         if not adapter.get("base_model_name_or_path"):
@@ -930,6 +938,34 @@ def check_adapters(x):
                 f"import peft; peft.AutoPeftModelFor{kind}.from_pretrained('{name}').merge_and_unload()"
                 f".save_pretrained('{name}-merged')\", and copy the tokenizer's files"
             )
+        elif name == x.policy_name and adapter.get("peft_type") == "LORA":
+            yield from lost_layers(x, flag, name, adapter)
+
+
+def lost_layers(x, flag, name, adapter):
+    """Weights of an adapter that fit no layer, and layers without: peft warns, and adds nothing there."""
+    path = Path(x.path(name), "adapter_model.safetensors")
+    if not path.exists():
+        return
+    with safe_open(path, "pt") as file:
+        keys = [key.removeprefix("base_model.model.") for key in file.keys()]
+    saved = {key.rpartition(".lora_")[0] for key in keys if ".lora_" in key}
+    kinds = torch.nn.Linear, transformers.pytorch_utils.Conv1D
+    layers = dict(x.model.named_modules())
+    lost, targets = sorted(saved - {*layers}), adapter.get("target_modules")
+    if (
+        isinstance(targets, list)
+        and not adapter.get("layers_to_transform")
+        and not adapter.get("exclude_modules")
+    ):
+        ends = tuple(f".{target}" for target in targets)
+        asked = {layer for layer, kind in layers.items() if isinstance(kind, kinds) and layer.endswith(ends)}
+        lost += sorted(asked - saved)
+    if lost:
+        yield error(
+            f"{flag_name(flag)} {name}: the weights of the adapter do not fit the layers of its base model, "
+            f"such as {lost[0]}: perhaps they were saved from a wrapped or compiled model, or in part"
+        )
 
 
 # ---- Data: files -------------------------------------------------------------------------------------------
