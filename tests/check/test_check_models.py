@@ -320,6 +320,7 @@ def test_chats_for_a_reward_model_of_texts(scripts, small, tiny_preference_model
     data = write_rows(tmp_path / "data", train=rows, test=rows[:4])
     tokenizer = byte_level_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    tokenizer.chat_template += "{% if add_generation_prompt %}assistant: {% endif %}"
     folder = shutil.copytree(small("sft").model_name_or_path, tmp_path / "lm")
     tokenizer.save_pretrained(folder)
     args = small("rloo_tldr", dataset_name=data, model_name_or_path=str(folder))
