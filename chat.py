@@ -29,7 +29,7 @@ def parse_args(name, flags):
         start = Path(recipe.model_name_or_path)
         if path == start or path.resolve() == (ppo_dialog.HERE / start).resolve():
             default = recipe
-    run_folder = path.parent if path.name == "model" else path
+    run_folder = path.parent if path.name in ("model", "adapter") else path  # both are the trained policy
     if (run_folder / "args.json").exists():  # perhaps of another script: take the flags that both have
         saved = json.loads((run_folder / "args.json").read_text())["args"]
         default = replace(default, **{key: x for key, x in saved.items() if hasattr(ppo_dialog.Args, key)})

@@ -57,6 +57,7 @@ from jinja2 import TemplateError
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from safetensors import safe_open
 
 GB = 1e9
 QUICK_ROWS, MOST_ROWS = 200, 3_000  # rows that are tokenized: by errors(), and on the command line
@@ -192,6 +193,8 @@ class Inputs:
         adapter = adapter_in(self, name)
         if adapter is None:
             return self.load(name, "config.json", transformers.AutoConfig.from_pretrained)
+        if adapter_in(self, adapter["base_model_name_or_path"]) is not None:
+            return self.config_of(adapter["base_model_name_or_path"])
         load = partial(transformers.AutoConfig.from_pretrained, revision=adapter.get("revision"))
         return self.load(adapter["base_model_name_or_path"], "config.json", load)
 
@@ -673,8 +676,12 @@ POSITIVE = (
     *("num_eval_samples", "num_context_utterances", "max_length", "query_min_length", "response_min_length"),
     *("response_length", "temperature", "max_grad_norm", "score_clip", "kl_target", "kl_horizon", "beta"),
     *("max_turns", "max_tool_tokens", "tool_workers", "tool_timeout", "lora_alpha", "max_prompt_length"),
-    *("learning_rate", "local_rollout_forward_batch_size"),
+    *("learning_rate", "local_rollout_forward_batch_size", "cliprange", "cliprange_value"),
 )
+
+
+# Texts for which "" means something, or is looked at by another check.
+MAY_BE_EMPTY = ("system_prompt", "prompt_template", "chat_template_kwargs", "utterance_end")
 
 
 def check_python(x):
@@ -692,12 +699,19 @@ def check_numbers(x):
         may_be_negative = name.endswith("_weight") or isinstance(default, (int, float)) and default < 0
         if math.isnan(value) or value < 0 and not may_be_negative or value == 0 and name in POSITIVE:
             yield error(f"{flag_name(name)} cannot be {value}")
+    for name, value in vars(x.args).items():  # often a variable of the shell that is not set
+        if name not in (*MAY_BE_EMPTY, *FUNCTION_FLAGS) and "" in (value, *list_of(value)):
+            yield error(f"{flag_name(name)} is empty: leave the flag out, or give it a value")
     fractions = ("warmup_ratio", "gamma", "lam")
     for name in fractions:
         if (x.flag(name) or 0) > 1:
             yield error(f"{flag_name(name)} is a fraction: {x.flag(name)} is more than 1")
     if not 0 <= (x.flag("label_smoothing") or 0) < 0.5:
         yield error("--label-smoothing must be less than 0.5: at 0.5, both responses count alike")
+
+
+def list_of(value):
+    return value if isinstance(value, list) else []
 
 
 def check_pairs_of_flags(x):
@@ -744,11 +758,19 @@ def check_pairs_of_flags(x):
 def check_reward_weights(x):
     """One weight for each function; with an environment, one more for its get_reward()."""
     weights = x.flag("reward_weights")
+    names = list(x.flag("reward_fn") or [])
+    if x.kind != "tools" and x.flag("reward_fn") == []:
+        yield error("--reward-fn names no function")
+    if x.kind == "tools" and x.args.environment and hasattr(environment_class(x), "get_reward"):
+        if any(name.endswith(":environment") for name in names):
+            yield error(
+                "--reward-fn: rename the function environment: get_reward() of the environment has that name"
+            )
+        names.append("get_reward()")
     if weights is None:
         return
-    names = list(x.flag("reward_fn") or [])
-    if x.kind == "tools" and x.args.environment and hasattr(environment_class(x), "get_reward"):
-        names.append("get_reward()")
+    if not any(weights):
+        yield error("--reward-weights: all are 0, so no response would be better than another")
     if not names and x.kind != "ppo_dialog":
         names = ["the reward model"]
     if len(weights) != len(names):
@@ -772,6 +794,7 @@ def check_flags_without_effect(x):
         "utterance_end": x.kind == "sft" and "dialog" not in x.columns and "without a column dialog",
         "completion_only_loss": "completion" not in x.columns and "without a column completion",
         "kl_estimator": x.flag("kl_coef") == 0 and "with --kl-coef 0",
+        "missing_eos_penalty": x.flag("missing_eos_penalty") == 0 and "if it is 0: None is no penalty",
     }
     if x.kind == "ppo_sentiment" and x.flag("reward_fn") and x.flag("judge_model_path") is None:
         no_effect["reward_label"] = "with --reward-fn, unless there is a judge"
@@ -784,6 +807,10 @@ def check_flags_without_effect(x):
     for name, why in no_effect.items():
         if why and x.was_changed(name) and x.flag(name) is not None:
             yield remark(f"{flag_name(name)} has no effect {why}")
+    if x.flag("vf_coef") == 0:
+        yield remark("--vf-coef 0: the critic is not trained, so its values do not become baselines")
+    if x.flag("max_turns") == 1 and x.args.tools:
+        yield remark("--max-turns 1: a call of a tool ends its trajectory, and nobody reads the result")
     shortest = x.flag("response_min_length")
     if x.flag("missing_eos_penalty") is not None and shortest and shortest < args.response_length:
         yield remark(
@@ -891,7 +918,12 @@ def adapter_in(x, name):
 def check_adapters(x):
     """The scripts merge a policy's adapter into its base model. Others are not models."""
     for flag, name in models_of(x).items():
-        adapter = adapter_in(x, name)
+        adapter, folder = adapter_in(x, name), Path(x.path(name))
+        if (folder / "adapter_config.json").exists() and (folder / "config.json").exists():
+            yield error(
+                f"{flag_name(flag)} {name} holds a model and an adapter, which would be loaded instead, with "
+                "its own base model: remove adapter_config.json, or config.json"
+            )
         if adapter is None:
             continue
         if not adapter.get("base_model_name_or_path"):
@@ -906,27 +938,66 @@ def check_adapters(x):
                 f"import peft; peft.AutoPeftModelFor{kind}.from_pretrained('{name}').merge_and_unload()"
                 f".save_pretrained('{name}-merged')\", and copy the tokenizer's files"
             )
+        elif name == x.policy_name and adapter.get("peft_type") == "LORA":
+            yield from lost_layers(x, flag, name, adapter)
+
+
+def lost_layers(x, flag, name, adapter):
+    """Weights of an adapter that fit no layer, and layers without: peft warns, and adds nothing there."""
+    path = Path(x.path(name), "adapter_model.safetensors")
+    if not path.exists():
+        return
+    with safe_open(path, "pt") as file:
+        keys = [key.removeprefix("base_model.model.") for key in file.keys()]
+    saved = {key.rpartition(".lora_")[0] for key in keys if ".lora_" in key}
+    kinds = torch.nn.Linear, transformers.pytorch_utils.Conv1D
+    layers = dict(x.model.named_modules())
+    lost, targets = sorted(saved - {*layers}), adapter.get("target_modules")
+    if (
+        isinstance(targets, list)
+        and not adapter.get("layers_to_transform")
+        and not adapter.get("exclude_modules")
+    ):
+        ends = tuple(f".{target}" for target in targets)
+        asked = {layer for layer, kind in layers.items() if isinstance(kind, kinds) and layer.endswith(ends)}
+        lost += sorted(asked - saved)
+    if lost:
+        yield error(
+            f"{flag_name(flag)} {name}: the weights of the adapter do not fit the layers of its base model, "
+            f"such as {lost[0]}: perhaps they were saved from a wrapped or compiled model, or in part"
+        )
 
 
 # ---- Data: files -------------------------------------------------------------------------------------------
 
-DATA_FILE = r"(?P<stem>[^.]+)\.(?P<type>jsonl\.gz|jsonl|json|csv|tsv|parquet|arrow)"
+DATA_FILE = r"(?i:(?P<stem>.+?)\.(?P<type>((json|jsonl|csv|tsv)(\.(gz|zst|xz|bz2|zip|part))?|parquet|arrow)))"
+ABOUT_DATA = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")  # of datasets
+PART = r"-\d+(?:(-of-\d+)(-\w+)?)?$"  # -0, -00000-of-00002, -00000-of-00002-a09b74b3ef9c3b56
 SPLIT_NAMES = {
     "train": r"train(ing|_sft|_prefs|_gen)?",
     "held-out": r"(test|dev|valid|val|validation|eval|heldout|held[-_]out)(_sft|_prefs|_gen)?",
 }
 
 
-def data_files(folder):
-    """Files in a folder that hold rows, by the split that their name says. -> list of (split, path, match)"""
+def data_files(folder, paths=None):
+    """Files in a folder that hold rows, by the split that their name says. -> list of (split, path, match)
+
+    paths: files below the folder, whose split may be the name of their own folder
+    """
     found = []
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+    is_below = paths is not None
+    for path in sorted(paths if is_below else folder.iterdir()) if folder.is_dir() else []:
         match = re.fullmatch(DATA_FILE, path.name)
         if match:
-            stem = re.sub(r"-\d+(-of-\d+)?$", "", match["stem"])
-            splits = [split for split, names in SPLIT_NAMES.items() if re.fullmatch(names, stem)]
-            found.append((splits[0] if splits else None, path, match))
+            split = split_of(re.sub(PART, "", match["stem"]))
+            found.append((split or is_below and split_of(path.parent.name) or None, path, match))
     return found
+
+
+def split_of(name):
+    """The split that a name means: "train", "held-out", or None."""
+    names = SPLIT_NAMES.items()
+    return next((split for split, pattern in names if re.fullmatch(pattern, name, re.IGNORECASE)), None)
 
 
 def check_files(x):
@@ -990,11 +1061,15 @@ def check_splits(x):
         folder = find_path(x, name)
         if folder is None or not folder.is_dir():
             yield from unread_splits(x, name)
+            part = re.search(r"-\d+-of-0*([2-9]|\d\d+)\b", name) if folder else None
+            if part:
+                yield remark(f"{name} is one of {part[1]} parts: name its folder to read all")
             continue
         files = data_files(folder)
+        below = data_files(folder, [*folder.glob("*/*.*"), *folder.glob("*/*/*.*")])
         twice = list(candidates(name, files))
         yield from twice
-        yield from missing_shards(name, files)
+        yield from missing_shards(name, files + below)
         if not can_be_loaded(x, name):
             continue
         used = {id(row) for rows in x.splits(name) for row in rows}
@@ -1009,48 +1084,82 @@ def check_splits(x):
             )
         if not x.files_read[name]:  # through load_dataset
             yield from unread_splits(x, name)
+            kinds = {match["type"] for _, file, match in files + below if file.name not in ABOUT_DATA}
+            if len(kinds) > 1:
+                yield error(f"{name}: datasets reads files of one kind only, and there are {listed(kinds)}")
             continue
-        for split, path, _ in files:
+        for split, path, _ in files + [file for file in below if file[0] is not None]:
             if path.resolve() not in read:
                 yield from unread_file(split, path, files, read)
 
 
 def candidates(name, files):
     """train.jsonl beside train.csv, or beside shards: which one, or both? They may hold the same rows."""
-    for split in SPLIT_NAMES:
+    for split in ("train", "validation", "test"):
         writings = {}
-        for found, path, match in files:
-            if found == split:
-                stem = re.sub(r"-\d+(-of-\d+)?$", "-*", match["stem"])
-                writings.setdefault(f"{stem}.{match['type']}", []).append(path.name)
-        stems = {re.sub(r"(-\*)?\..*", "", writing) for writing in writings}
-        if len(writings) > 1 and len(stems) == 1:
+        for _, path, match in files:
+            stem = re.sub(PART, r"-*\1", match["stem"])
+            is_read = match["type"] in ("jsonl", "jsonl.gz", "csv", "parquet", "json")
+            if is_read and re.match(rf"{split}(-|$)", stem):
+                writings.setdefault((stem, match["type"]), []).append(path.name)
+        has_usual_name = any(re.match(rf"{split}(-\*|$)", stem) for stem, _ in writings)  # not only train-a
+        if len(writings) > 1 and has_usual_name:
             names = sorted(name for names in writings.values() for name in names)
-            yield error(f"{name}: which file is {stems.pop()}? {listed(names)}: keep one of them")
+            yield error(f"{name}: which file is {split}? {listed(names)}: keep one of them")
 
 
 def missing_shards(name, files):
-    """train-00000-of-00002 without its second half."""
+    """train-00000-of-00002 without its second half; train-0 and train-2 without train-1."""
     shards = {}
-    for _, _, match in files:
-        numbered = re.fullmatch(r"(.*)-(\d+)-of-(\d+)", match["stem"])
-        if numbered:
-            shards.setdefault((numbered[1], int(numbered[3]), match["type"]), set()).add(int(numbered[2]))
-    for (stem, count, kind), numbers in shards.items():
-        if len(numbers) != count:
-            yield error(f"{name}: {stem}-*-of-{count:05}.{kind}: {len(numbers)} of {count} parts are there")
+    for split, path, match in files:
+        numbered = re.fullmatch(
+            r"(?:(.*?)-)??(?:part|shard|chunk)?[-_]?(\d+)(-of-(\d+)(-\w+)?)?", match["stem"]
+        )
+        if numbered and (split or numbered[4] or numbered[1] in ("train", "validation", "test")):
+            writing = f"{numbered[1] or path.parent.name}-*{numbered[3] and '-of-' + numbered[4] or ''}"
+            key = path.parent, f"{writing}.{match['type']}", int(numbered[4] or 0)
+            shards.setdefault(key, set()).add(int(numbered[2]))
+    for (_, writing, count), numbers in shards.items():  # they count from 0 or from 1
+        first = min(numbers, default=0)
+        if count and numbers not in ({*range(count)}, {*range(1, count + 1)}):
+            there = len(numbers & {*range(count)})
+            yield error(f"{name}: {writing}: {there} of {count} parts are there")
+        elif not count and first < 2 and len(numbers) > 1 and max(numbers) - first >= len(numbers):
+            gap = min({*range(first, max(numbers))} - numbers)
+            yield error(f"{name}: {writing}: number {gap} is missing")
 
 
 def same_rows_twice(files):
-    """Two files of a split with the same rows: each would count twice."""
-    known = {}
+    """Files of a split whose rows the others have too: each would count twice."""
+    splits = {}
     for path, rows in files.items():
-        split = re.match(r"[a-zA-Z]+", path.name)[0] if re.match(r"[a-zA-Z]+", path.name) else ""
-        texts = {repr(sorted(map(str, row.values()))) for row in rows}
-        for other, other_texts in known.get(split, {}).items():
-            if len(texts & other_texts) > len(texts) / 2:
-                yield error(f"{path} repeats rows of {other.name}: remove one of them")
-        known.setdefault(split, {})[path] = texts
+        splits.setdefault(re.split(r"[-.]", path.name)[0], {})[path] = rows
+    for rows_of_file in filter(lambda files: len(files) > 1, splits.values()):
+        for text_of in (values_of, task_of):
+            texts = {path: {text_of(row) for row in rows} - {None} for path, rows in rows_of_file.items()}
+            repeats = []
+            for path in texts:
+                shared = {other: len(texts[path] & texts[other]) for other in texts if other != path}
+                others = set().union(*(texts[other] for other in shared))
+                if len(texts[path] & others) > len(texts[path]) / 2:
+                    repeats.append((path, max(shared, key=shared.get)))
+            if repeats:
+                path, other = repeats[-1]
+                if text_of is values_of:
+                    yield error(f"{path} repeats rows of {other.name}: remove one of them")
+                else:
+                    yield remark(f"{path} has the prompts of {other.name}: is one of them an older writing?")
+                break
+
+
+def values_of(row):
+    return repr(sorted(map(str, row.values())))
+
+
+def task_of(row):
+    """What two rows of one task have in common; None if there is no prompt or text."""
+    key = next((key for key in ("prompt", "text", "messages") if row.get(key)), None)
+    return key and repr(row[key])
 
 
 def unread_file(split, path, files, read):
@@ -1222,6 +1331,12 @@ def check_unread_columns(x):
 
 def check_columns_of_one_row(x):
     """sft.py and preferences: two kinds of columns in one row, of which one would be ignored."""
+    if uses_preferences(x):
+        both = [
+            row for row in x.rows if not is_blank(row.get("chosen")) and not is_blank(row.get("responses"))
+        ]
+        if both:
+            yield remark(f"{len(both)} rows have chosen and responses ({x.place(both[0])}): chosen is read")
     if x.kind == "sft":
         kinds = ("text", "completion", "messages", "dialog")
         for row in x.rows:
@@ -1552,6 +1667,55 @@ def end_in_template(x):
     chat = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}]
     _, _, end = x.tokenizer.apply_chat_template(chat, tokenize=False).partition("ANSWER")
     return x.tokenizer(end, add_special_tokens=False).input_ids
+
+
+def check_written_answers(x):
+    """Last answers that are empty, or of which the template leaves out a part, such as a thought."""
+    chats = [(row, column, chat) for row, column, chat in chats_of(x) if column != "prompt"]
+    chats = [found for found in chats if found[2][-1].get("role") == "assistant"]
+    empty, shortened = [], []
+    for row, column, chat in chats[:: len(chats) // (QUICK_ROWS if x.is_quick else MOST_ROWS) + 1]:
+        content, prompt = chat[-1].get("content"), row.get("prompt")
+        if is_blank(content) and not chat[-1].get("tool_calls"):
+            empty.append(row)
+        if not isinstance(content, str):
+            continue  # check_messages says so
+        if not has_question(chat):  # which is elsewhere
+            chat = [*(prompt if is_messages(prompt) else [{"role": "user", "content": "Q"}]), *chat]
+        text = rendered(x, row, chat)
+        if text is not None and "".join(content.split()) not in "".join(text.split()):
+            shortened.append((row, column, content))
+    if shortened:
+        row, column, content = shortened[0]
+        yield error(
+            f"{len(shortened)} last answers are written otherwise, or in part, by the chat template; the "
+            f"first is in {x.place(row)}, column {column}: {short(content)}"
+        )
+    if empty:
+        yield remark(f"{len(empty)} last answers are empty; the first is in {x.place(empty[0])}")
+
+
+def check_beginning_of_answers(x):
+    """An answer must begin where a prompt ends, or rollouts and answers of the data differ."""
+    if not x.tokenizer.chat_template or not (x.kind in ("grpo", "tools") or chats_of(x)):
+        return
+    question = {"role": "user", "content": "Q"}
+    answer = {"role": "assistant", "content": MARKER}
+    prompt = x.tokenizer.apply_chat_template([question], tokenize=False, add_generation_prompt=True)
+    begin = x.tokenizer.apply_chat_template([question, answer], tokenize=False).partition(MARKER)[0]
+    header = begin.removeprefix(prompt)
+    if header != begin and re.search(r"\w", re.sub("</?think>", "", header)):
+        text = f"after a prompt, the chat template writes {header!r} before an answer"
+        yield (error if x.kind in ("rloo", "grpo", "tools") else remark)(
+            f"{text}: the policy has to write that itself, in every response. It belongs into "
+            "{% if add_generation_prompt %}"
+        )
+    elif x.kind == "dpo" and not begin.startswith(prompt.rstrip()):
+        after = prompt.removeprefix(os.path.commonprefix([prompt, begin]))
+        yield error(
+            f"the chat template ends a prompt with {after!r}, and writes answers without it: the pairs would "
+            "be scored after another prompt than samples are"
+        )
 
 
 def check_control_tokens(x):
@@ -2124,8 +2288,10 @@ def check_shared_layers(x):
     if count:
         lists = [m for m in x.model.modules() if isinstance(m, torch.nn.ModuleList)]
         layers = len(max(lists, key=len))
-        if count > layers:
-            yield error(f"--num-shared-layers {count}: the model has {layers} layers")
+        if count >= layers:
+            yield error(
+                f"--num-shared-layers {count}: the model has {layers} layers, and some must be trained"
+            )
 
 
 def check_critic(x):
@@ -2331,7 +2497,7 @@ def lists_only(name, function):
     @wraps(function)
     def call(*inputs, **columns):
         scores = function(*inputs, **columns)
-        if isinstance(scores, (Mapping, Set, str)):
+        if isinstance(scores, (Mapping, Set, str, bytes)):
             raise TypeError(f"{name} returned a {type(scores).__name__}, not a list of numbers")
         return scores
 
@@ -2633,6 +2799,8 @@ def check_judge_of_dpo(x):
 def check_system_prompt(x):
     """A system prompt that belongs to other data, or speaks of tools that are not there."""
     prompt = x.flag("system_prompt")
+    if prompt == "":
+        yield remark("--system-prompt is an empty text, which is a system message too; None is no message")
     if not prompt:
         return
     if is_path(x, prompt):
@@ -3323,7 +3491,8 @@ CHECKS = [
     *(check_completions, check_labels),
     *(check_dialogs, check_kept_rows, check_two_bos),
     *(check_held_out, check_amount, check_blank_values, check_unread_columns, check_learned_answers),
-    *(check_end_of_answers, check_control_tokens, check_vocabulary, check_stop_tokens, check_from_config),
+    *(check_end_of_answers, check_written_answers, check_beginning_of_answers, check_control_tokens),
+    *(check_vocabulary, check_stop_tokens, check_from_config),
     *(check_context, check_logits, check_cache, check_quantized, check_lora, check_shared_layers),
     *(check_critic, check_reward_models, check_column_names, check_rewards, check_judge_of_dpo),
     *(check_system_prompt, check_known_tools, check_tool_format, check_environment, check_memory),

@@ -125,13 +125,13 @@ def reference_answer(reference):
 
 def plain(text):
     r"""The text without $ and % (in LaTeX \$ and \%), a final period and the spaces around it. -> str"""
-    text = re.sub(r"\\?[$%]", "", text)
-    return re.sub(r"(?<!\.)\.\Z", "", text.strip()).strip()
+    text = re.sub(r"(\b(A|C|R|HK|NT|NZ|US)(?=\\?\$ ?[0-9]))?\\?[$%]", "", text)  # R$ 72
+    return re.sub(r"(?<!\.)[.\u3002\u0964]\Z", "", text.strip()).strip()  # also in Chinese and Hindi
 
 
 def without_commas(text):
-    """The text without the commas that separate thousands. -> str"""
-    return re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text)
+    """The text without the commas, or apostrophes, that separate thousands. -> str"""
+    return re.sub(r"(?<=[0-9])[,'\u2019](?=[0-9]{3}(?![0-9]))", "", text)
 
 
 def as_number(text):
@@ -158,7 +158,7 @@ LETTER = r"[^\W\d_\u0900-\u0eff]|[\u0900-\u0eff]"
 SHORT_UNITS = frozenset(
     """
     A C F J L N V W g h l m s cm dm ft hr in kg km lb mi mg ml mL mm of oz sq yd Hz kW kJ Rs US
-    min sec hrs lbs mph kph rpm kWh USD EUR GBP
+    min sec hrs lbs mph kph rpm kWh USD EUR GBP kr zł Kč Ft đô
     м г с ч л т р μm μg
     """.split()
 )
@@ -185,23 +185,42 @@ FACTORS = frozenset(
     """.split()
 )
 
-# The same in other languages, by the beginnings of words, with words for half, more, less, at least.
-OTHER_FACTORS = tuple(
+# The same in other languages, with words for half, more, less, at least: whole words,
+OTHER_FACTORS = frozenset(
+    unicodedata.normalize(
+        "NFKC",
+        """
+    millón millones milhão milhões milioni milione millions mille millier milliers milliard milliards mila
+    tausend hundert million millionen milliarde milliarden cien ciento cientos docena docenas douzaine dutzend
+    mitad moitié hälfte medio media demi tercio drittel menos moins weniger más mehr mais plus bin milyon milyar
+    yüz yarım nghìn ngàn triệu tỷ tỉ trăm duizend miljoen miljoner tusen tusind tuhat tuhatta miljoonaa ezer millió
+    tysiąc tysiące tysięcy milionów tisíc tisíce milionů milión mii milioane ribu juta libo elfu
+    не или нет ألف آلاف الف مليون ملايين مليار مئة مائة نصف هزار میلیون ہزار لاکھ کروڑ אלף אלפים מיליון
+    हज़ार हजार लाख करोड़ सौ आधा হাজার লাখ লক্ষ কোটি ஆயிரம் லட்சம் கோடி వేలు వేల లక్షల
+    반 이상 이하 미만 초과
+    """,
+    ).split()
+)
+# and beginnings of words.
+FACTOR_STEMS = tuple(
     """
-    millón millones milhão milhões milioni mille millier milliard mila tausend hundert cien ciento docena douzaine
-    dutzend mitad moitié hälfte medio media demi tercio tiers drittel menos moins weniger más mehr mais plus
-    тыс млн млрд миллион миллиард сотен сотн десятк дюжин полов трет четверт боль мень более менее не или
-    만 억 조원 천 백 십 반 이상 이하 미만 초과 ألف آلاف الف مليون ملايين مليار مئة مائة نصف
-    हज़ार हजार लाख करोड़ सौ आधा พัน หมื่น แสน ล้าน ร้อย ครึ่ง nghìn ngàn triệu tỷ tỉ trăm bin milyon yüz yarım
+    тыс тис млн млрд миллион миллиард мільйон милион хиляд сотен сотн десятк дюжин половин трет четверт больше
+    меньше более менее χιλιάδ εκατομμ εκατοντ พัน หมื่น แสน ล้าน ร้อย ครึ่ง
     """.split()
 )
+KOREAN_FACTOR = re.compile("[만억조천백십]+여?(원|명|개|년|달러)?")  # 만원
+# Units, and shapes, whose numeral is a part of their name: a kilometer, a percentage point, a triangle
+HAN_UNITS = re.compile("千[米克瓦卡]|百分点|[三四五六七八多][角边]形")
 HAN_FACTORS = (
     "半余餘多以未超近不非无無没或和与跟及约倍打"  # in addition to those that have a numeric value: 万
 )
 
 # Words that may stand before a number, in addition to SHORT_UNITS. Others may be functions: csc 2, square 3.
 WORDS_BEFORE = frozenset(
-    "about approximately approx around roughly exactly only dollars euros rupees".split()
+    """
+    about approximately approx around roughly exactly only dollars euros rupees rmb cny jpy inr chf aud cad kr
+    共 一共 总共 共有 人民币
+    """.split()
 )
 
 PLAIN_CHARACTERS = str.maketrans(
@@ -211,6 +230,8 @@ PLAIN_CHARACTERS = str.maketrans(
     | {"\u2248": "="}  # almost equal
     | {"\u221e": r"\infty", "\u03c0": r"\pi", "\u222a": r"\cup"}
     | dict.fromkeys("\u20ac\u00a3\u00a5\u20b9\u00b0")  # removed like $ and %: euro, pound, yen, rupee, degree
+    | dict.fromkeys("\u00a2\u066a")  # cent, Arabic percent
+    | {"\u066b": ".", "\u066c": ","}  # Arabic separators of decimals and of thousands
     | dict.fromkeys("\u20a9\u20aa\u20ab\u20b1\u20b4\u20ba\u20bd\u0e3f")  # won, shekel, dong, peso, and so on
     | dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff")  # removed: characters of zero width
 )
@@ -234,20 +255,23 @@ PLAIN_LATEX = [  # (pattern, replacement), in this order
     (r"\\[cdt]frac(?![A-Za-z])", r"\\frac"),
     (rf"\\frac\s*{NUMBER_IN_BRACES}\s*{NUMBER_IN_BRACES}", r" \1\2/\3\4 "),
     (r"[ \t]+", " "),
-    (r" (?![A-Za-z0-9.,])|(?<![A-Za-z0-9.,]) ", ""),  # beside signs and brackets
+    (r" (?![^\W_]|[.,])|(?<![^\W_])(?<![.,\u0900-\u0eff]) ", ""),  # beside signs and brackets
 ]
 
 DECIMAL = r"(?:(?:[0-9]{1,3}(?:[ ][0-9]{3})+|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)"
 QUANTITY = re.compile(
     rf"""
-    (?: (?P<name>[A-Za-z\\() ]*(?:_[A-Za-z0-9])?) (?:=|:|:=|\b(?:is|are)\b) [ ]? )?  # x =, The answer is
-    (?: (?P<before>[A-Za-z]{{2,}}) \.?[ ]? )?  # USD, Rs., or about
+    (?:  # x =, The answer is
+        (?P<name> (?:{LETTER}|[\\() ])* (?:_[A-Za-z0-9])?)
+        (?:=|:|:=|\b(?:is|are|es|est|ist)\b|(?<=答案)[是为]) [ ]?
+    )?
+    (?: (?P<before>[A-Za-z]{{2,}}|[\u4e00-\u9fff]+) \.?[ ]? )?  # USD, Rs., or about
     (?P<sign> [+-]? )
     (?: (?P<whole>[0-9]+) [ ] (?=[0-9]+/) )?  # the first 1 of 1 1/2
     (?P<top> {DECIMAL} )
     (?: / (?P<bottom>[+-]?{DECIMAL}) )?
     (?: [eE] (?P<exponent>[+-]?[0-9]{{1,3}}) )?
-    (?P<unit> [ ]?/?[ ]? (?:{LETTER}|\() (?: {LETTER} | [ ()'./*-] | (?<=[A-Za-z)])\^-?[0-9] )* )?
+    (?P<unit> [ ]?/?[ ]? (?:{LETTER}|\() (?: {LETTER} | [ ()'./*-] | (?:(?<=[^\W\d_])|(?<=\)))\^-?[0-9] )* )?
     """,
     re.VERBOSE,
 )
@@ -278,7 +302,15 @@ def typed(text):
     text = re.sub(
         "\u207b?[\u00b9\u00b2\u00b3\u2070-\u2079]+", r"^\g<0>", text
     )  # so that 5^2 does not become 52
+    text = re.sub("[\u33a0-\u33a6]", square_or_cubic, text)
+    text = re.sub(r"\d", lambda digit: str(unicodedata.decimal(digit[0])), text)  # of any script
     return unicodedata.normalize("NFKC", text).translate(PLAIN_CHARACTERS)
+
+
+def square_or_cubic(match):
+    """The unit that one character stands for: "m^2". -> str"""
+    letters = unicodedata.normalize("NFKC", match[0])
+    return f"{letters[:-1]}^{letters[-1]}"
 
 
 def without_styles(text):
@@ -312,13 +344,14 @@ def as_quantity(text):
     name, before, unit = [match[group] or "" for group in ("name", "before", "unit")]
     if before and before.lower() not in WORDS_BEFORE and before not in SHORT_UNITS:
         return None
-    if has_word(name, OTHER_NUMBER) or not is_unit(unit):
+    names = re.findall(rf"(?:{LETTER})+", name)
+    if has_word(name, OTHER_NUMBER) or any(map(is_factor, names)) or not is_unit(unit):
         return None
     value = value_of_quantity(match)
     if value is None:
         return None
     unit = re.sub(r"[()]", " ", unit or before)  # 9 (apples)
-    return value, name.strip(), " ".join(unit.split())
+    return value, name.strip(), "".join(unit.split())
 
 
 def has_word(text, words):
@@ -333,6 +366,7 @@ def is_unit(text):
     A word needs 3 letters, or 4 if the text does not begin with a space ("72clips", not "2xyz"), or it must be
     one of SHORT_UNITS. In scripts without variables, shorter words are units too.
     """
+    text = text.replace("por ciento", "percent")
     enough = 3 if text.startswith((" ", "/", "(")) else 4
     words = re.findall(rf"(?:{LETTER})+", text)
     is_other_number = has_word(text, OTHER_NUMBER | FACTORS) or any(map(is_factor, words))
@@ -348,8 +382,10 @@ def fewest_letters(word):
 
 def is_factor(word):
     """True if a word of another language multiplies or rejects the number before it. -> bool"""
-    has_numeral = any(letter in HAN_FACTORS or unicodedata.numeric(letter, 0) for letter in word)
-    return has_numeral or word.lower().startswith(OTHER_FACTORS)
+    rest, word = HAN_UNITS.sub("", word), word.lower()
+    has_numeral = any(letter in HAN_FACTORS or unicodedata.numeric(letter, 0) for letter in rest)
+    is_known = word in OTHER_FACTORS or word.startswith(FACTOR_STEMS) or KOREAN_FACTOR.fullmatch(word)
+    return has_numeral or bool(is_known)
 
 
 def value_of_quantity(match):

@@ -382,7 +382,7 @@ TWO_ENDS = CHATML.replace("'<|im_end|>\n'", "'<|im_end|>\n<s>'")
     "template, words",
     [
         (PLAIN, ["ends an answer with '\\n', which has no control token", "only the last answer"]),
-        ("{% for m in messages %}<s>{{ m.role }}: {{ m.content }}{% endfor %}", ["an answer with nothing"]),
+        (PLAIN.replace("{{ m.role", "<s>{{ m.role").replace("\n", ""), ["an answer with nothing"]),
         (TWO_ENDS, ["after '<|im_end|>'", "the chat template writes '<s>'"]),
         (CHATML, []),
     ],
@@ -534,3 +534,53 @@ def test_tools_that_a_system_message_hides(look, prompt):
     found = texts(look("grpo_tools", rows, shows + CHATML, **flags))
     word = "shows the tools (calculator) to a user alone, but not in a prompt with the roles system, user"
     assert any(word in text for text in found) == (prompt is not None), found
+
+
+# ---- What a template makes of an answer --------------------------------------------------------------------
+
+WITHOUT_THOUGHTS = CHATML.replace("m['content']", "m['content'].split('</think>')[-1]")
+OPENS_THOUGHT = WITHOUT_THOUGHTS.replace("assistant\n' }}{% endif %}", "assistant\n<think>\n' }}{% endif %}")
+WITHOUT_HEADER = CHATML.partition("{% if add")[0]
+
+
+def pairs(chosen="It is 5.", rejected="No."):
+    return [
+        dict(prompt=chat(f"{i} + 3?"), chosen=[answer(chosen)], rejected=[answer(rejected)]) for i in range(9)
+    ]
+
+
+def answer(content):
+    return dict(role=ASSISTANT, content=content)
+
+
+@pytest.mark.parametrize("template", [WITHOUT_THOUGHTS, ONLY_LAST_THOUGHT])
+@pytest.mark.parametrize("script", ["dpo_tldr", "reward_model", "sft"])
+def test_a_template_that_drops_thoughts_of_last_answers(look, script, template):
+    """As that of DeepSeek-R1: neither pairs nor documents would have them. The other drops earlier ones."""
+    thought = "<think>Well.</think>Yes."
+    rows = pairs(thought) if script != "sft" else [dict(messages=chat(f"{i}?", thought)) for i in range(9)]
+    found = look(script, rows, template=template)
+    if template == WITHOUT_THOUGHTS:
+        assert_only(found, "written otherwise", "row 1", "<think>")
+    else:
+        assert texts(found) == []
+
+
+def test_pairs_after_another_prompt_than_samples(look):
+    """The prompt opens a thought that the pairs do not have."""
+    found = look("dpo_tldr", pairs(), template=OPENS_THOUGHT)
+    assert_only(found, "ends a prompt with '<think>\\n', and writes answers without it")
+
+
+@pytest.mark.parametrize("script", ["grpo_math", "sft"])
+def test_a_template_without_a_generation_prompt(look, script):
+    """The policy would have to write the header of its answer; a reward would read it."""
+    rows = tasks() if script == "grpo_math" else [dict(messages=chat(f"{i}?", "Yes.")) for i in range(9)]
+    found = look(script, rows, template=WITHOUT_HEADER)
+    words = "'<|im_start|>assistant\\n' before an answer", "the policy has to write that itself"
+    (assert_only if script == "grpo_math" else assert_remark)(found, *words)
+
+
+def test_an_empty_last_answer(look):
+    rows = [dict(messages=chat(f"{i}?", "" if i == 3 else "Yes.")) for i in range(9)]
+    assert_remark(look("sft", rows), "1 last answers are empty; the first is in train.jsonl row 4")

@@ -61,6 +61,98 @@ def test_a_missing_shard(look):
     assert_only(found, "train-*-of-00003.jsonl", "1 of 3 parts")
 
 
+@pytest.mark.parametrize(
+    "names, word",
+    [
+        ("train-0.jsonl train-2.jsonl", "train-*.jsonl: number 1 is missing"),
+        ("train-00000.jsonl train-00002.jsonl", "number 1 is missing"),
+        ("train-part1.jsonl train-part3.jsonl", "number 2 is missing"),
+        ("train-0-of-2-a09b74b3.jsonl", "1 of 2 parts"),  # push_to_hub wrote such names
+        ("train-00003-of-00002.jsonl train-00004-of-00002.jsonl", "0 of 2 parts"),
+        ("train-0-of-2.jsonl train-1-of-2.jsonl train-0-of-1.jsonl", "which file is train?"),
+        ("train.jsonl train-extra.jsonl", "which file is train?"),
+        ("train-0-of-1.jsonl train-old.jsonl", "which file is train?"),
+        ("train-0.jsonl train-1.jsonl.zst", "train-1.jsonl.zst is not read"),
+        ("train-0.jsonl train-1.jsonl.part", "train-1.jsonl.part is not read"),
+        ("train-0.jsonl train-1.JSONL", "train-1.JSONL is not read"),
+        ("train.jsonl train/1.jsonl", "train/1.jsonl is not read"),
+        ("train.jsonl data/train-0.jsonl", "data/train-0.jsonl is not read"),
+        ("train-0.jsonl train-1.jsonl", None),
+        ("train-1-of-2.jsonl train-2-of-2.jsonl", None),
+        ("train-0-of-2-a09b74b3.jsonl train-1-of-2-1dc2ba3d.jsonl", None),
+        ("train-a.jsonl train-d.jsonl", None),
+        ("train-2023.jsonl train-2025.jsonl", None),
+        ("train.jsonl logs/0/metrics.jsonl logs/2/metrics.jsonl", None),
+    ],
+)
+def test_parts_by_their_names(look, tmp_path, names, word):
+    for i, name in enumerate(names.split()):
+        path = tmp_path / "data" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(lines(reviews(5, 10 * i)))
+    found = look(test_jsonl=reviews(3, 90))
+    if word is None:
+        assert texts(found) == []
+    else:
+        assert_only(found, word)
+
+
+@pytest.mark.parametrize(
+    "names, word",
+    [
+        ("data/train-0-of-3.parquet data/train-2-of-3.parquet", "train-*-of-3.parquet: 2 of 3 parts"),
+        ("train/0-of-2.parquet", "train-*-of-2.parquet: 1 of 2 parts"),
+        ("train/0.parquet train/2.parquet", "number 1 is missing"),
+        ("data/train-0.parquet data/train-1.jsonl", "datasets reads files of one kind only"),
+        ("data/train-0-of-2.parquet data/train-1-of-2.parquet", None),
+    ],
+)
+def test_parts_below_the_folder(scripts, small, tmp_path, names, word):
+    """datasets reads them."""
+    test = "data/test-0-of-1.parquet" if "data" in names else "test/0.parquet"
+    for i, name in enumerate([*names.split(), test]):
+        path = tmp_path / "data" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        datasets.Dataset.from_list(reviews(5, 10 * i)).to_parquet(path)
+    found = texts(
+        findings(scripts["ppo_sentiment"], small("ppo_sentiment", dataset_name=str(tmp_path / "data")))
+    )
+    assert any(word in text for text in found) if word else not found, found
+
+
+def test_a_data_set_on_disk(scripts, small, tmp_path):
+    """Its own json files are no rows; a missing part is."""
+    rows = datasets.Dataset.from_list(reviews(8))
+    data = datasets.DatasetDict(train=rows, test=rows.select(range(2)))
+    data.save_to_disk(str(tmp_path / "data"), num_shards=dict(train=2, test=1))
+    args = small("ppo_sentiment", dataset_name=str(tmp_path / "data"))
+    assert texts(findings(scripts["ppo_sentiment"], args)) == []
+    (tmp_path / "data/train/data-00001-of-00002.arrow").unlink()
+    assert_only(findings(scripts["ppo_sentiment"], args), "data-*-of-00002.arrow: 1 of 2 parts")
+
+
+def test_one_part_as_a_data_set(scripts, small, tmp_path):
+    path = tmp_path / "train-00000-of-00003.jsonl"
+    path.write_text(lines(reviews(20)))
+    found = findings(scripts["ppo_sentiment"], small("ppo_sentiment", dataset_name=str(path)))
+    assert_remark(found, "is one of 3 parts")
+
+
+def test_rows_in_other_parts(look):
+    """Two writings of the same rows, in two and in three parts."""
+    rows = reviews(12)
+    parts = dict(train__0_jsonl=rows[:6], train__1_jsonl=rows[6:])
+    parts |= {f"train__0{i}_jsonl": rows[4 * i : 4 * i + 4] for i in range(3)}
+    assert_only(look(**parts, test_jsonl=reviews(3, 20)), "repeats rows of")
+
+
+def test_prompts_in_two_parts(look):
+    """Another column, or an edited one, makes other rows of the same texts."""
+    rows = [row | dict(source="x") for row in reviews(5)]
+    found = look(train__v1_jsonl=reviews(5), train__v2_jsonl=rows, test_jsonl=reviews(3, 9))
+    assert_remark(found, "train-v2.jsonl has the prompts of train-v1.jsonl")
+
+
 def test_rows_in_two_shards(look):
     """The second shard repeats two of three rows."""
     found = look(train__1_jsonl=reviews(5), train__2_jsonl=reviews(3, 3), test_jsonl=reviews(3, 9))
@@ -529,3 +621,12 @@ def test_the_turn_of_a_dialog(look, tmp_path):
         "ppo_dialog", dict(reward_fn=[f"{tmp_path}/ones.py:ones"]), train_jsonl=rows, test_jsonl=rows[:2]
     )
     assert_remark(found, "the column turn is replaced")
+
+
+def test_two_kinds_of_preferences_in_one_row(scripts, small, tiny_pairs, tmp_path):
+    rows = [
+        dict(prompt=f"{i}?", chosen=" Yes.", rejected=" No.", responses=[" No.", " Yes."]) for i in range(9)
+    ]
+    data = write_rows(tmp_path / "data", train=rows, test=rows)
+    found = findings(scripts["dpo_tldr"], small("dpo_tldr", dataset_name=data, eval_dataset_name=None))
+    assert_remark(found, "18 rows have chosen and responses (train.jsonl row 1): chosen is read")

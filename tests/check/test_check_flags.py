@@ -13,6 +13,11 @@ CASES = {
     "negative": ("ppo_sentiment", dict(cliprange=-0.2), "--cliprange cannot be -0.2"),
     "zero": ("dpo_tldr", dict(beta=0.0), "--beta cannot be 0.0"),
     "not a number": ("sft", dict(learning_rate=float("nan")), "--learning-rate cannot be nan"),
+    "nothing is clipped": ("ppo_sentiment", dict(cliprange_value=0.0), "--cliprange-value cannot be 0.0"),
+    "a variable that is not set": ("grpo_math", dict(hard_dataset_name=""), "--hard-dataset-name is empty"),
+    "no function": ("grpo_math", dict(reward_fn=[]), "--reward-fn names no function"),
+    "no weight": ("grpo_math", dict(reward_weights=[0.0]), "--reward-weights: all are 0"),
+    "all layers": ("ppo_sentiment", dict(num_shared_layers=2), "the model has 2 layers"),
     "warm-up": ("sft", dict(warmup_ratio=100.0), "--warmup-ratio is a fraction"),
     "gamma": ("ppo_dialog", dict(gamma=1.5), "--gamma is a fraction"),
     "half of the labels": ("dpo_tldr", dict(label_smoothing=0.5), "--label-smoothing"),
@@ -116,11 +121,26 @@ def test_flags_without_effect(scripts, small, name, changes, word):
         assert_remark(found, word)
 
 
+POINTLESS = {
+    "a critic that is not trained": ("ppo_sentiment", dict(vf_coef=0.0), "--vf-coef 0"),
+    "one turn": ("grpo_tools", dict(max_turns=1), "--max-turns 1: a call of a tool ends"),
+    "no penalty": ("rloo_tldr", dict(missing_eos_penalty=0.0), "no effect if it is 0"),
+    "an empty message": ("grpo_math", dict(system_prompt=""), "which is a system message too"),
+}
+
+
+@pytest.mark.parametrize("name, changes, word", POINTLESS.values(), ids=POINTLESS)
+def test_values_that_disable_what_a_flag_is_for(scripts, small, name, changes, word):
+    assert_remark(findings(scripts[name], small(name, **changes)), word)
+
+
 @pytest.mark.parametrize("has_judge", [False, True])
 def test_a_label_without_a_classifier(scripts, small, tmp_path, has_judge):
     """The judge of the final table reads the label, too."""
     path = tmp_path / "short.py"
-    path.write_text("def short(prompts, completions, **columns):\n    return [-len(x) for x in completions]\n")
+    path.write_text(
+        "def short(prompts, completions, **columns):\n    return [-len(x) for x in completions]\n"
+    )
     changes = dict(reward_fn=[f"{path}:short"], reward_label="negative")
     judge = "checkpoints/reviews-judge" if has_judge else None
     args = small("ppo_sentiment", **changes, judge_model_path=judge)

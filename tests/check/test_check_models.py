@@ -12,6 +12,7 @@ import transformers
 from check_helpers import assert_only, assert_remark, findings, texts
 from conftest import SIZES, byte_level_tokenizer, ids_of
 from run_tools import spy, write_rows
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import check
@@ -123,6 +124,61 @@ def test_an_adapter_without_its_model(scripts, small, tiny_lm, tmp_path):
     assert_only(findings(scripts["rloo_tldr"], small("rloo_tldr", **flags)), *words)
     found = findings(scripts["ppo_sentiment"], small("ppo_sentiment", value_model_path=folder))
     assert any(words[0] in text for text in texts(found)), found
+
+
+@pytest.fixture
+def adapter(tiny_lm, tmp_path):
+    """adapter(name, base=tiny_lm()) -> folder of a LoRA adapter with a tokenizer."""
+
+    def make(name, base=None):
+        model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_lm()), peft.LoraConfig(r=2))
+        model.peft_config["default"].base_model_name_or_path = str(base or tiny_lm())
+        model.save_pretrained(tmp_path / name)
+        AutoTokenizer.from_pretrained(tiny_lm()).save_pretrained(tmp_path / name)
+        return tmp_path / name
+
+    return make
+
+
+def rename_weights(folder, rename):
+    """Save an adapter's weights under other names; None: leave them out."""
+    file = folder / "adapter_model.safetensors"
+    tensors = {rename(i, name): x for i, (name, x) in enumerate(load_file(file).items())}
+    save_file({name: x for name, x in tensors.items() if name is not None}, file)
+
+
+LOST = {
+    "compiled": lambda i, name: name.replace("base_model.model.", "base_model.model._orig_mod."),
+    "wrapped": lambda i, name: f"module.{name}",
+    "in part": lambda i, name: None if ".h.1." in name else name,
+    "nothing": lambda i, name: None,
+}
+
+
+@pytest.mark.parametrize("rename", LOST.values(), ids=LOST)
+def test_an_adapter_whose_weights_fit_no_layer(scripts, small, adapter, rename):
+    """peft warns, and the run would train the base model."""
+    rename_weights(adapter("a"), rename)
+    found = findings(scripts["ppo_sentiment"], small("ppo_sentiment", model_name_or_path=str(adapter("b"))))
+    assert texts(found) == []
+    folder = str(adapter("b").parent / "a")
+    found = findings(scripts["ppo_sentiment"], small("ppo_sentiment", model_name_or_path=folder))
+    assert_only(found, "do not fit the layers of its base model", "attn.c_attn")
+
+
+def test_an_adapter_of_an_adapter(scripts, small, adapter):
+    """load_model merges both; the config is that of the model below both."""
+    folder = str(adapter("second", adapter("first")))
+    assert texts(findings(scripts["grpo_math"], small("grpo_math", model_name_or_path=folder))) == []
+
+
+def test_an_adapter_beside_a_model(scripts, small, adapter, tiny_lm):
+    """The adapter and its own base model would be loaded, not the model in the folder."""
+    folder = adapter("both")
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(Path(tiny_lm(), name), folder)
+    found = findings(scripts["sft"], small("sft", model_name_or_path=str(folder)))
+    assert_only(found, "holds a model and an adapter, which would be loaded instead")
 
 
 def test_an_adapter_that_does_not_name_its_base(scripts, small, tiny_lm, tmp_path):
@@ -264,6 +320,7 @@ def test_chats_for_a_reward_model_of_texts(scripts, small, tiny_preference_model
     data = write_rows(tmp_path / "data", train=rows, test=rows[:4])
     tokenizer = byte_level_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    tokenizer.chat_template += "{% if add_generation_prompt %}assistant: {% endif %}"
     folder = shutil.copytree(small("sft").model_name_or_path, tmp_path / "lm")
     tokenizer.save_pretrained(folder)
     args = small("rloo_tldr", dataset_name=data, model_name_or_path=str(folder))

@@ -67,6 +67,7 @@ WRONG = {
     "another column": ("return [float(x) for x in columns['anwser']]", "KeyError"),
     "a mapping": ("return {i: 1.0 for i in range(len(prompts))}", "returned a dict, not a list of numbers"),
     "a set": ("return {float(i) for i in range(len(prompts))}", "returned a set, not a list of numbers"),
+    "bytes": ("return bytes([1] * len(prompts))", "returned a bytes, not a list of numbers"),
     "a text": ("return '1' * len(prompts)", "returned a str, not a list of numbers"),
     "a batch of one": ("assert len(prompts) == 1\nreturn [1.0]", "none of them alone"),
 }
@@ -250,6 +251,16 @@ def test_functions_of_other_scripts(scripts, small, tmp_path, script):
     assert texts(findings(scripts[script], small(script, reward_fn=reward_file(tmp_path, body)))) == []
     bad = reward_file(tmp_path, "return [1.0] * (len(prompts) + 1)", "bad")
     assert_only(findings(scripts[script], small(script, reward_fn=bad)), "cannot score")
+
+
+def test_a_function_with_the_name_of_the_environments_reward(scripts, small, tmp_path):
+    """get_reward() would replace it."""
+    (tmp_path / "rules.py").write_text(
+        "def environment(completions, **columns):\n    return [float(len(text)) for text in completions]\n"
+    )
+    flags = guesses(tmp_path) | dict(reward_fn=[f"{tmp_path}/rules.py:environment"])
+    found = findings(scripts["grpo_tools"], small("grpo_tools", **flags))
+    assert any("rename the function environment" in text for text in texts(found)), found
 
 
 def test_the_judge_of_dpo(scripts, small, tmp_path):

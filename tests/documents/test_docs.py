@@ -143,7 +143,7 @@ def test_every_flag_in_the_docs_exists(scripts, name):
     # Flags of the programs in benchmarks/.
     known |= {"peers", "other", "rounds", "batches", "show", "trl", "jobs", "seeds", "rows"}
     known |= {"algorithm", "gpus", "gpu_memory", "sharding", "reward_model", "responses_per_prompt"}
-    known |= {"checkpoint"}
+    known |= {"checkpoint", "signals_to_handle"}  # the second: of torchrun
     known |= {"num_examples"}  # TRL's name of --num-eval-prompts
     for script in scripts.values():
         for field in script.Args.__dataclass_fields__.values():

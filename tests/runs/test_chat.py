@@ -1,5 +1,6 @@
 """chat.py: what it shows, remembers and takes as flags."""
 
+import json
 import re
 
 import pytest
@@ -156,3 +157,14 @@ def test_flags_of_a_model_that_sft_trained(chat_args, sft, tmp_path):
     _, folder, _ = sft(dataset_name=write_rows(tmp_path / "data", train=rows), utterance_end=" ~~", seed=5)
     args, _ = chat_args(str(folder))
     assert (args.utterance_end, args.seed, args.num_context_utterances) == (" ~~", 5, 5)
+
+
+def test_the_adapter_of_a_run_has_the_flags_of_the_run(tmp_path):
+    """adapter/ and model/ are the same policy, so they are asked alike."""
+    args = dict(utterance_end="eos", temperature=0.3)
+    (tmp_path / "args.json").write_text(json.dumps(dict(args=args)))
+    for name in ("", "model", "adapter"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        found = chat_script.parse_args(str(tmp_path / name), [])
+        assert (found.utterance_end, found.temperature) == ("eos", 0.3)
+        assert found.model_name_or_path == str(tmp_path / "model")
