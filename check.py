@@ -1105,7 +1105,10 @@ def candidates(name, files):
         has_usual_name = any(re.match(rf"{split}(-\*|$)", stem) for stem, _ in writings)  # not only train-a
         if len(writings) > 1 and has_usual_name:
             names = sorted(name for names in writings.values() for name in names)
-            yield error(f"{name}: which file is {split}? {listed(names)}: keep one of them")
+            yield error(
+                f"{name}: which file is {split}? {listed(names)}: keep one of them or, if all belong to "
+                f"{split}, name them {split}-0, {split}-1 and so on"
+            )
 
 
 def missing_shards(name, files):
@@ -1148,7 +1151,7 @@ def same_rows_twice(files):
                 if text_of is values_of:
                     yield error(f"{path} repeats rows of {other.name}: remove one of them")
                 else:
-                    yield remark(f"{path} has the prompts of {other.name}: is one of them an older writing?")
+                    yield remark(f"{path} has the prompts of {other.name}: is one of them an older copy?")
                 break
 
 
@@ -1688,7 +1691,7 @@ def check_written_answers(x):
     if shortened:
         row, column, content = shortened[0]
         yield error(
-            f"{len(shortened)} last answers are written otherwise, or in part, by the chat template; the "
+            f"the chat template changes {len(shortened)} last answers, or leaves out a part of them; the "
             f"first is in {x.place(row)}, column {column}: {short(content)}"
         )
     if empty:
@@ -1707,7 +1710,7 @@ def check_beginning_of_answers(x):
     if header != begin and re.search(r"\w", re.sub("</?think>", "", header)):
         text = f"after a prompt, the chat template writes {header!r} before an answer"
         yield (error if x.kind in ("rloo", "grpo", "tools") else remark)(
-            f"{text}: the policy has to write that itself, in every response. It belongs into "
+            f"{text}: the policy has to write that itself, in every response. It belongs in "
             "{% if add_generation_prompt %}"
         )
     elif x.kind == "dpo" and not begin.startswith(prompt.rstrip()):

@@ -561,7 +561,7 @@ def test_a_template_that_drops_thoughts_of_last_answers(look, script, template):
     rows = pairs(thought) if script != "sft" else [dict(messages=chat(f"{i}?", thought)) for i in range(9)]
     found = look(script, rows, template=template)
     if template == WITHOUT_THOUGHTS:
-        assert_only(found, "written otherwise", "row 1", "<think>")
+        assert_only(found, "leaves out a part", "row 1", "<think>")
     else:
         assert texts(found) == []
 

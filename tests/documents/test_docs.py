@@ -337,15 +337,18 @@ def test_the_tables_are_those_of_the_programs():
     )
     ends = [f"{fmean(row['env/reward_mean'] for row in rows[i : i + 20]):.2f}" for i in (140, 160, 180)]
     broken = read_rows(tools.GUESS.with_name("no-end.zip"), "metrics.jsonl")
+    last = 100 * broken[-1]["completions/end_unfinished_call"]
     for text in (
         f"the reward of updates 81 to 98 is {reward:.2f}, and {100 * failed:.1f} % of the calls fail",
         f"is {ends[0]} in updates 141 to 160, {ends[1]} in the next 20, and {ends[2]} in the last 20",
-        f"after {len(broken)} updates, {100 * broken[-1]['completions/end_unfinished_call']:.0f} % of the games",
+        f"after {len(broken)} updates, {last:.0f} % of the games",
     ):
         assert text in " ".join(DOCS["grpo_tools"].split())
     *_, line = tools.distance().splitlines()  # the rewards
     before, *after, best = (float(cell) for cell in line.strip("|").split("|")[1:])
-    for reward, text in zip(after, ("One reward for the whole game: {} % of the way", "turn: {} % of the way")):
+    for reward, text in zip(
+        after, ("One reward for the whole game: {} % of the way", "turn: {} % of the way")
+    ):
         share = 100 * (reward - before) / (best - before)
         assert text.format(round(share)) in " ".join(DOCS["grpo_tools"].split())
     for table in (tools.results, tools.errors, tools.misuse, tools.distance):
@@ -754,7 +757,9 @@ def test_the_table_of_memory_on_a_gpu_is_that_of_the_file():
 
 def test_the_table_of_dpos_flags_is_that_of_the_files():
     page = DOCS["dpo_tldr"].split("\n### What goes wrong")[1]
-    rows = [[x.strip() for x in line.strip("|").split("|")] for line in page.split("\n\n")[2].splitlines()[2:]]
+    rows = [
+        [x.strip() for x in line.strip("|").split("|")] for line in page.split("\n\n")[2].splitlines()[2:]
+    ]
     assert len(rows) == 5
     for rate, beta, *cells in rows:
         name = f"dpo-tldr-sweep/lr-{rate}-beta-{beta}"
