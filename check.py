@@ -360,11 +360,29 @@ class Inputs:
         return found
 
     @property
+    @once
+    def num_rows(self):
+        """What an epoch of training goes through: the rows (turns of a dialog, packed rows) that are used.
+
+        If not all rows were looked at, it is an estimate.
+        """
+        examples, rows = self.examples("train"), self.train
+        num_used = sum(example.is_kept for example in examples)
+        if self.kind == "sft" and self.args.packing:
+            documents = [(example.ids, example.labels) for example in examples if example.is_kept]
+            num_used = len(self.script.pack(documents, self.args.max_length, True))
+        if self.flag("train_shard"):
+            rows = self.script.select_shard(rows, self.args.train_shard)
+        if self.kind == "reward_model" and {"dialog", "act"} <= {*self.columns}:
+            rows = self.script.load_answers(rows)
+        return round(num_used * len(rows) / max(1, len({id(example.row) for example in examples})))
+
+    @property
     def num_updates(self):
         args = self.args
         if self.is_rl:
             return math.ceil(args.total_episodes / self.batch)
-        return max(1, round(args.num_train_epochs * len(self.train) / self.batch))
+        return max(1, round(args.num_train_epochs * self.num_rows / self.batch))
 
     @property
     def batch(self):
@@ -1153,11 +1171,12 @@ def check_held_out(x):
 
 def check_amount(x):
     """Less data than a batch, or an epoch that is rounded."""
-    batch = x.batch // x.group
-    if 0 < len(x.train) < batch:
-        yield remark(f"an update takes {batch} rows, and there are {len(x.train)}: each comes more than once")
-    if x.flag("num_train_epochs") and x.train and not (x.kind == "sft" and x.args.packing):
-        epochs = x.num_updates * x.batch / len(x.train)
+    batch, is_packed = x.batch // x.group, x.kind == "sft" and x.args.packing
+    if 0 < x.num_rows < batch:
+        rows = f"packed rows of {x.args.max_length} tokens" if is_packed else "rows"
+        yield remark(f"an update takes {batch} {rows}, and there are {x.num_rows}: each comes more than once")
+    if x.flag("num_train_epochs") and x.num_rows:
+        epochs = x.num_updates * x.batch / x.num_rows
         asked = x.args.num_train_epochs
         if abs(epochs - asked) > 0.1 * asked:
             yield remark(
@@ -3421,16 +3440,15 @@ def show_batch(x):
         names = listed(x.not_taken, 20)
         yield f"not taken from the recipe, because --dataset-name is given: {names}"
     yield steps
-    if x.kind == "sft" and args.packing:
-        yield f"{args.num_train_epochs:g} epochs over rows of {args.max_length} tokens, filled with documents"
-        return
     optimizer_steps = x.num_updates
     if x.is_rl:
         optimizer_steps *= args.num_ppo_epochs * args.num_mini_batches
     prompts = x.num_updates * x.batch / x.group
+    is_sample = len({id(example.row) for example in x.examples("train")}) < len(x.train)
+    about = "about " if is_sample and not x.is_rl else ""
     yield (
-        f"{x.num_updates:,} updates, {optimizer_steps:,} optimizer steps, "
-        f"{plain(prompts / len(x.train))} passes"
+        f"{about}{x.num_updates:,} updates, {about}{optimizer_steps:,} optimizer steps, "
+        f"{plain(prompts / max(1, x.num_rows))} passes"
     )
 
 

@@ -242,6 +242,34 @@ def test_rounded_epochs(look):
     assert_remark(found, "--num-train-epochs 1 is rounded to whole updates of 8 rows: 1.2 epochs")
 
 
+def test_rows_of_an_epoch(look):
+    """Those that are used count: not equal responses, nor rows of the other shard; of dialogs, the answers."""
+    rows = [dict(prompt=f"Post {i}.", chosen=" good", rejected=" so bad") for i in range(18)]
+    equal = [row | dict(rejected=" good") for row in rows]
+    files = dict(train_jsonl=rows[:13] + equal, test_jsonl=rows[13:])
+    flags = dict(per_device_train_batch_size=32)
+    assert_remark(look("reward_model", flags, **files), "takes 32 rows, and there are 13")
+    assert_remark(look("reward_model", flags | dict(train_shard="1/2"), **files), "and there are 6")
+    dialogs = [dict(dialog=["Hm?", f"No {i}.", "So?"], act=[1, 2, 1]) for i in range(9)]
+    files = dict(train_jsonl=dialogs, test_jsonl=dialogs[:2])
+    assert_remark(look("reward_model", flags | dict(label_names="a,b"), **files), "there are 18")
+    assert_remark(look("ppo_dialog", flags, **files), "and there are 18")
+
+
+def test_packed_rows(look, scripts, small):
+    """sft.py counts rows that hold several documents: twelve texts may be one or two rows."""
+    sft, flags = scripts["sft"], dict(packing=True, max_length=200, num_train_epochs=1)
+    texts_of = [dict(text=f"{LONG} Number {i}.") for i in range(12)]
+    found = look("sft", flags, train_jsonl=texts_of, test_jsonl=texts_of[:2])
+    args = small("sft", **flags)
+    documents, _ = sft.load_documents(texts_of, sft.load_tokenizer(args.model_name_or_path), args)
+    count = len(sft.pack(documents, 200, True))
+    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    assert 1 < count < batch < 12
+    assert_remark(found, f"an update takes {batch} packed rows of 200 tokens, and there are {count}")
+    assert_remark(found, f"--num-train-epochs 1 is rounded to whole updates of {batch} rows")
+
+
 WORDS = "lighthouse keeper dances harbor winter letters garden bicycle thunder orchard river painter".split()
 
 
