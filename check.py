@@ -928,6 +928,7 @@ def check_adapters(x):
 
 # ---- Data: files -------------------------------------------------------------------------------------------
 
+PART = r"-\d+(-of-\d+(-\w+)?)?$"  # the end of train-00000-of-00002, perhaps with a hash
 DATA_FILE = r"(?P<stem>[^.]+)\.(?P<type>jsonl\.gz|jsonl|json|csv|tsv|parquet|arrow)"
 SPLIT_NAMES = {
     "train": r"train(ing|_sft|_prefs|_gen)?",
@@ -941,7 +942,7 @@ def data_files(folder):
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         match = re.fullmatch(DATA_FILE, path.name)
         if match:
-            stem = re.sub(r"-\d+(-of-\d+)?$", "", match["stem"])
+            stem = re.sub(PART, "", match["stem"])
             splits = [split for split, names in SPLIT_NAMES.items() if re.fullmatch(names, stem)]
             found.append((splits[0] if splits else None, path, match))
     return found
@@ -1009,7 +1010,7 @@ def check_splits(x):
         if folder is None or not folder.is_dir():
             yield from unread_splits(x, name)
             continue
-        files = data_files(folder)
+        files = data_files(folder) or data_files(folder / "data")  # as in data sets of the Hub
         twice = list(candidates(name, files))
         yield from twice
         yield from missing_shards(name, files)
@@ -1027,6 +1028,7 @@ def check_splits(x):
             )
         if not x.files_read[name]:  # through load_dataset
             yield from unread_splits(x, name)
+            yield from merged_files(x, name, files)
             continue
         for split, path, _ in files:
             if path.resolve() not in read:
@@ -1039,7 +1041,7 @@ def candidates(name, files):
         writings = {}
         for found, path, match in files:
             if found == split:
-                stem = re.sub(r"-\d+(-of-\d+)?$", "-*", match["stem"])
+                stem = re.sub(PART, "-*", match["stem"])
                 writings.setdefault(f"{stem}.{match['type']}", []).append(path.name)
         stems = {re.sub(r"(-\*)?\..*", "", writing) for writing in writings}
         if len(writings) > 1 and len(stems) == 1:
@@ -1051,12 +1053,21 @@ def missing_shards(name, files):
     """train-00000-of-00002 without its second half."""
     shards = {}
     for _, _, match in files:
-        numbered = re.fullmatch(r"(.*)-(\d+)-of-(\d+)", match["stem"])
+        numbered = re.fullmatch(r"(.*)-(\d+)-of-(\d+)(?:-\w+)?", match["stem"])
         if numbered:
             shards.setdefault((numbered[1], int(numbered[3]), match["type"]), set()).add(int(numbered[2]))
     for (stem, count, kind), numbers in shards.items():
         if len(numbers) != count:
             yield error(f"{name}: {stem}-*-of-{count:05}.{kind}: {len(numbers)} of {count} parts are there")
+
+
+def merged_files(x, name, files):
+    """Files of train_sft and of train_gen in one folder: load_dataset makes one split train of them."""
+    for split, names in SPLIT_NAMES.items():
+        stems = sorted({re.sub(PART, "", match["stem"]) for found, _, match in files if found == split})
+        loaded = [known for known in x.other_splits.get(name, {}) if re.fullmatch(names, known)]
+        if len(loaded) < len(stems) > 1:
+            yield error(f"{name}: {listed(stems)} are read as one split: keep the files of one of them")
 
 
 def same_rows_twice(files):
@@ -1080,7 +1091,9 @@ def unread_file(split, path, files, read):
             "test.jsonl (or test.csv)"
         )
     elif split == "train":
-        yield error(f"{path} is not read: the training rows come from {listed(p.name for p in read)}")
+        used = [file.name for found, file, _ in files if found == split and file.resolve() in read]
+        why = f"the training rows come from {listed(used)}" if used else "name it train.jsonl"
+        yield error(f"{path} is not read: {why}")
     else:
         yield remark(f"{path} is not read")
 
