@@ -1319,9 +1319,8 @@ def check_messages(x):
         for message in chat:
             others = {key for key, value in message.items() if value not in (None, "", [], {})} - read_keys
             is_call = message.get("content") is None and message.get("tool_calls")
-            if is_call and writes_calls_alone(x, message):
-                continue
-            if not isinstance(message.get("content"), str):
+            is_text = isinstance(message.get("content"), str) or is_call and writes_calls_alone(x, message)
+            if not is_text:
                 problem, fix = "content", "the content of a message must be a text"
             elif others:
                 problem = ", ".join(sorted(others))

@@ -407,6 +407,16 @@ def test_calls_without_a_text(look, is_null):
     assert len(wrong) == (not is_null), found
 
 
+@pytest.mark.parametrize("message", [dict(content=None), dict(content=""), dict()])
+def test_calls_that_the_template_does_not_write(look, message):
+    """An empty answer would be learned in place of the call."""
+    template = CHATML.replace("m['content']", "(m['content'] or '')")
+    called = message | dict(role=ASSISTANT, tool_calls=[dict(function=dict(name="f", arguments={}))])
+    rows = [dict(messages=[*chat(f"{i} + 3?"), called, dict(role="tool", content="5")]) for i in range(9)]
+    found = look("sft", rows, template=template)
+    assert any("a message has tool_calls, which the chat template does not read" in x for x in texts(found))
+
+
 def test_a_mark_that_the_tokenizer_cannot_write(scripts, small, tmp_path):
     """It knows no "<": the mark would be <unk>s, or nothing, and no answer would ever end."""
     learned = tokenizers.Tokenizer(
