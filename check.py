@@ -1599,12 +1599,12 @@ def check_control_tokens(x):
             match = pattern.search(str(message.get("content")))
             if match:
                 found.append((row, match[0]))
-    for column in ("text", "prompt", "completion", "chosen", "rejected"):
-        if column in x.columns and column in read_by_script(x):
-            for row in x.rows:
-                value = row.get(column)
-                if isinstance(value, str):
-                    match = pattern.search(value.strip().removesuffix(tokenizer.eos_token or " "))
+    for column in sorted(read_by_script(x)):
+        for row in x.rows + x.harder:
+            value = row.get(column)
+            for text in value if isinstance(value, list) else [value]:  # responses, utterances
+                if isinstance(text, str):
+                    match = pattern.search(text.strip().removesuffix(tokenizer.eos_token or " "))
                     if match:
                         found.append((row, match[0]))
     if found:
