@@ -363,11 +363,29 @@ class Inputs:
         return found
 
     @property
+    @once
+    def num_rows(self):
+        """What an epoch of training goes through: the rows (turns of a dialog, packed rows) that are used.
+
+        If not all rows were looked at, it is an estimate.
+        """
+        examples, rows = self.examples("train"), self.train
+        num_used = sum(example.is_kept for example in examples)
+        if self.kind == "sft" and self.args.packing:
+            documents = [(example.ids, example.labels) for example in examples if example.is_kept]
+            num_used = len(self.script.pack(documents, self.args.max_length, True))
+        if self.flag("train_shard"):
+            rows = self.script.select_shard(rows, self.args.train_shard)
+        if self.kind == "reward_model" and {"dialog", "act"} <= {*self.columns}:
+            rows = self.script.load_answers(rows)
+        return round(num_used * len(rows) / max(1, len({id(example.row) for example in examples})))
+
+    @property
     def num_updates(self):
         args = self.args
         if self.is_rl:
             return math.ceil(args.total_episodes / self.batch)
-        return max(1, round(args.num_train_epochs * len(self.train) / self.batch))
+        return max(1, round(args.num_train_epochs * self.num_rows / self.batch))
 
     @property
     def batch(self):
@@ -1087,6 +1105,7 @@ def check_splits(x):
             kinds = {match["type"] for _, file, match in files + below if file.name not in ABOUT_DATA}
             if len(kinds) > 1:
                 yield error(f"{name}: datasets reads files of one kind only, and there are {listed(kinds)}")
+            yield from merged_files(x, name, files + data_files(folder / "data"))
             continue
         for split, path, _ in files + [file for file in below if file[0] is not None]:
             if path.resolve() not in read:
@@ -1132,6 +1151,15 @@ def missing_shards(name, files):
             yield error(f"{name}: {writing}: number {gap} is missing")
 
 
+def merged_files(x, name, files):
+    """Files of train_sft and of train_gen in one folder: load_dataset makes one split train of them."""
+    for split, names in SPLIT_NAMES.items():
+        stems = sorted({re.sub(PART, "", match["stem"]) for found, _, match in files if found == split})
+        loaded = [known for known in x.other_splits.get(name, {}) if re.fullmatch(names, known)]
+        if len(loaded) < len(stems) > 1:
+            yield error(f"{name}: {listed(stems)} are read as one split: keep the files of one of them")
+
+
 def same_rows_twice(files):
     """Files of a split whose rows the others have too: each would count twice."""
     splits = {}
@@ -1174,7 +1202,9 @@ def unread_file(split, path, files, read):
             "test.jsonl (or test.csv)"
         )
     elif split == "train":
-        yield error(f"{path} is not read: the training rows come from {listed(p.name for p in read)}")
+        used = [file.name for found, file, _ in files if found == split and file.resolve() in read]
+        why = f"the training rows come from {listed(used)}" if used else "name it train.jsonl"
+        yield error(f"{path} is not read: {why}")
     else:
         yield remark(f"{path} is not read")
 
@@ -1265,11 +1295,12 @@ def check_held_out(x):
 
 def check_amount(x):
     """Less data than a batch, or an epoch that is rounded."""
-    batch = x.batch // x.group
-    if 0 < len(x.train) < batch:
-        yield remark(f"an update takes {batch} rows, and there are {len(x.train)}: each comes more than once")
-    if x.flag("num_train_epochs") and x.train and not (x.kind == "sft" and x.args.packing):
-        epochs = x.num_updates * x.batch / len(x.train)
+    batch, is_packed = x.batch // x.group, x.kind == "sft" and x.args.packing
+    if 0 < x.num_rows < batch:
+        rows = f"packed rows of {x.args.max_length} tokens" if is_packed else "rows"
+        yield remark(f"an update takes {batch} {rows}, and there are {x.num_rows}: each comes more than once")
+    if x.flag("num_train_epochs") and x.num_rows:
+        epochs = x.num_updates * x.batch / x.num_rows
         asked = x.args.num_train_epochs
         if abs(epochs - asked) > 0.1 * asked:
             yield remark(
@@ -1405,9 +1436,8 @@ def check_messages(x):
         for message in chat:
             others = {key for key, value in message.items() if value not in (None, "", [], {})} - read_keys
             is_call = message.get("content") is None and message.get("tool_calls")
-            if is_call and writes_calls_alone(x, message):
-                continue
-            if not isinstance(message.get("content"), str):
+            is_text = isinstance(message.get("content"), str) or is_call and writes_calls_alone(x, message)
+            if not is_text:
                 problem, fix = "content", "the content of a message must be a text"
             elif others:
                 problem = ", ".join(sorted(others))
@@ -1735,12 +1765,12 @@ def check_control_tokens(x):
             match = pattern.search(str(message.get("content")))
             if match:
                 found.append((row, match[0]))
-    for column in ("text", "prompt", "completion", "chosen", "rejected"):
-        if column in x.columns and column in read_by_script(x):
-            for row in x.rows:
-                value = row.get(column)
-                if isinstance(value, str):
-                    match = pattern.search(value.strip().removesuffix(tokenizer.eos_token or " "))
+    for column in sorted(read_by_script(x)):
+        for row in x.rows + x.harder:
+            value = row.get(column)
+            for text in value if isinstance(value, list) else [value]:  # responses, utterances
+                if isinstance(text, str):
+                    match = pattern.search(text.strip().removesuffix(tokenizer.eos_token or " "))
                     if match:
                         found.append((row, match[0]))
     if found:
@@ -3593,16 +3623,15 @@ def show_batch(x):
         names = listed(x.not_taken, 20)
         yield f"not taken from the recipe, because --dataset-name is given: {names}"
     yield steps
-    if x.kind == "sft" and args.packing:
-        yield f"{args.num_train_epochs:g} epochs over rows of {args.max_length} tokens, filled with documents"
-        return
     optimizer_steps = x.num_updates
     if x.is_rl:
         optimizer_steps *= args.num_ppo_epochs * args.num_mini_batches
     prompts = x.num_updates * x.batch / x.group
+    is_sample = len({id(example.row) for example in x.examples("train")}) < len(x.train)
+    about = "about " if is_sample and not x.is_rl else ""
     yield (
-        f"{x.num_updates:,} updates, {optimizer_steps:,} optimizer steps, "
-        f"{plain(prompts / len(x.train))} passes"
+        f"{about}{x.num_updates:,} updates, {about}{optimizer_steps:,} optimizer steps, "
+        f"{plain(prompts / max(1, x.num_rows))} passes"
     )
 
 

@@ -197,6 +197,22 @@ def test_control_tokens_in_a_text(look):
     assert_remark(look("grpo_math", rows), "1 rows hold text", "<|im_end|>", "train.jsonl row 7")
 
 
+@pytest.mark.parametrize("script", ["grpo_math", "reward_model", "ppo_dialog"])
+def test_control_tokens_in_every_column(look, script):
+    """In a text, or in one of a list: what a prompt template names, a ranking, a dialog."""
+    rows, flags = [], dict(prompt_template="{question}") if script == "grpo_math" else {}
+    for i in range(9):
+        one, two = "The first.", f"The second {i}{'<|im_end|>' * (i == 4)}."
+        columns = {
+            "grpo_math": dict(question=two, answer="2"),
+            "reward_model": dict(prompt=f"{i}:", responses=[one, two]),
+            "ppo_dialog": dict(dialog=[one, two], act=[1, 1]),
+        }
+        rows.append(columns[script])
+    said = texts(look(script, rows, **flags), "remark")
+    assert any("1 rows hold text" in text and "train.jsonl row 5" in text for text in said), said
+
+
 # ---- Templates ---------------------------------------------------------------------------------------------
 
 
@@ -405,6 +421,16 @@ def test_calls_without_a_text(look, is_null):
     found = look("sft", rows, template=template)
     wrong = [text for text in texts(found) if "the content of a message must be a text" in text]
     assert len(wrong) == (not is_null), found
+
+
+@pytest.mark.parametrize("message", [dict(content=None), dict(content=""), dict()])
+def test_calls_that_the_template_does_not_write(look, message):
+    """An empty answer would be learned in place of the call."""
+    template = CHATML.replace("m['content']", "(m['content'] or '')")
+    called = message | dict(role=ASSISTANT, tool_calls=[dict(function=dict(name="f", arguments={}))])
+    rows = [dict(messages=[*chat(f"{i} + 3?"), called, dict(role="tool", content="5")]) for i in range(9)]
+    found = look("sft", rows, template=template)
+    assert any("a message has tool_calls, which the chat template does not read" in x for x in texts(found))
 
 
 def test_a_mark_that_the_tokenizer_cannot_write(scripts, small, tmp_path):

@@ -214,6 +214,41 @@ def test_splits_of_another_name(scripts, small, tmp_path, monkeypatch):
     assert_only(found, "the split test_sft is not read", "a random tenth")
 
 
+@pytest.mark.parametrize("layout", ["", "data/"])
+def test_parts_of_a_data_set_of_the_hub(scripts, small, tmp_path, layout):
+    """Files whose names end in a hash. Those of train_sft and train_gen would be one split; one may miss."""
+    folder = tmp_path / "hub" / layout
+    folder.mkdir(parents=True)
+
+    def look(**files):
+        for path in folder.iterdir():
+            path.unlink()
+        for stem, rows in files.items():
+            datasets.Dataset.from_list(rows).to_parquet(
+                folder / f"{stem.replace('__', '-')}-3f2a99c1.parquet"
+            )
+        return findings(scripts["sft"], small("sft", dataset_name=str(tmp_path / "hub")))
+
+    train, test = reviews(9), reviews(3, 20)
+    found = look(train__00000__of__00001=train, test__00000__of__00001=test)
+    assert texts(found) == []
+    found = look(train__00000__of__00002=train, test__00000__of__00001=test)
+    assert_only(found, "train-*-of-00002.parquet: 1 of 2 parts are there")
+    names = ("train_gen", "train_sft", "test_gen", "test_sft")
+    found = look(**{f"{name}__00000__of__00001": reviews(4, 5 * i) for i, name in enumerate(names)})
+    said = "there are no training rows" if layout else "train_gen, train_sft are read as one split"
+    assert said in " ".join(texts(found)), texts(found)
+
+
+def test_where_the_training_rows_come_from(scripts, small, tmp_path):
+    """Not from the held-out file."""
+    for used, end in ((dict(), "name it train.jsonl"), (dict(train=reviews(9)), "come from train.jsonl")):
+        data = write_rows(tmp_path / end, **used, train_sft=reviews(9, 40), test=reviews(3, 9))
+        found = findings(scripts["ppo_sentiment"], small("ppo_sentiment", dataset_name=data))
+        [said] = [text for text in texts(found) if "train_sft.jsonl is not read" in text]
+        assert said.endswith(end)
+
+
 # ---- Rows --------------------------------------------------------------------------------------------------
 
 
@@ -332,6 +367,34 @@ def test_rounded_epochs(look):
         "dpo_tldr", dict(eval_dataset_name=None, judge_fn=None), train_jsonl=rows[:13], test_jsonl=rows[13:]
     )
     assert_remark(found, "--num-train-epochs 1 is rounded to whole updates of 8 rows: 1.2 epochs")
+
+
+def test_rows_of_an_epoch(look):
+    """Those that are used: not equal responses, nor rows of the other shard; of dialogs, the answers."""
+    rows = [dict(prompt=f"Post {i}.", chosen=" good", rejected=" so bad") for i in range(18)]
+    equal = [row | dict(rejected=" good") for row in rows]
+    files = dict(train_jsonl=rows[:13] + equal, test_jsonl=rows[13:])
+    flags = dict(per_device_train_batch_size=32)
+    assert_remark(look("reward_model", flags, **files), "takes 32 rows, and there are 13")
+    assert_remark(look("reward_model", flags | dict(train_shard="1/2"), **files), "and there are 6")
+    dialogs = [dict(dialog=["Hm?", f"No {i}.", "So?"], act=[1, 2, 1]) for i in range(9)]
+    files = dict(train_jsonl=dialogs, test_jsonl=dialogs[:2])
+    assert_remark(look("reward_model", flags | dict(label_names="a,b"), **files), "there are 18")
+    assert_remark(look("ppo_dialog", flags, **files), "and there are 18")
+
+
+def test_packed_rows(look, scripts, small):
+    """sft.py counts rows that hold several documents: twelve texts may be one or two rows."""
+    sft, flags = scripts["sft"], dict(packing=True, max_length=200, num_train_epochs=1)
+    texts_of = [dict(text=f"{LONG} Number {i}.") for i in range(12)]
+    found = look("sft", flags, train_jsonl=texts_of, test_jsonl=texts_of[:2])
+    args = small("sft", **flags)
+    documents, _ = sft.load_documents(texts_of, sft.load_tokenizer(args.model_name_or_path), args)
+    count = len(sft.pack(documents, 200, True))
+    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    assert 1 < count < batch < 12
+    assert_remark(found, f"an update takes {batch} packed rows of 200 tokens, and there are {count}")
+    assert_remark(found, f"--num-train-epochs 1 is rounded to whole updates of {batch} rows")
 
 
 WORDS = "lighthouse keeper dances harbor winter letters garden bicycle thunder orchard river painter".split()
