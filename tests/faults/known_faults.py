@@ -1553,7 +1553,7 @@ check.returns_nothing: a tool that prints its result
   + return False and not any(
 check.lists_only: the keys of a mapping are rewards
   check/test_check_rewards.py::test_wrong_rewards[a mapping]
-  - (Mapping, Set, str)
+  - (Mapping, Set, str, bytes)
   + (Set, str)
 check.changes: state of the class, which all objects share
   check/test_check_rewards.py::test_calls_of_an_environment[shared]
