@@ -607,6 +607,13 @@ def test_a_template_without_a_generation_prompt(look, script):
     (assert_only if script == "grpo_math" else assert_remark)(found, *words)
 
 
+def test_a_model_that_names_its_channels(look):
+    """As gpt-oss: after the generation prompt, the policy itself writes the name of a channel."""
+    content = "('final: ' if m['role'] == 'assistant' else '') + m['content']"
+    found = look("grpo_math", tasks(), template=CHATML.replace("m['content']", content))
+    assert_remark(found, "writes 'final: ' before an answer")
+
+
 def test_an_empty_last_answer(look):
     rows = [dict(messages=chat(f"{i}?", "" if i == 3 else "Yes.")) for i in range(9)]
     assert_remark(look("sft", rows), "1 last answers are empty; the first is in train.jsonl row 4")
