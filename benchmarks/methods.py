@@ -105,6 +105,7 @@ def sample():
     ids, mask = ids[:, :-num_reference_tokens], mask[:, :-num_reference_tokens]
     prompts = tokenizer.batch_decode([post["ids"] for post in posts])
     columns = {"rewards": [], "golds": [], "wins": []}
+    best = [{"reward": -math.inf}] * len(posts)  # of all responses to each post
     for i in range(NUM_SAMPLES):
         generator = dpo_tldr.generator_for(args.seed, "best of n", i)
         shape = len(posts), args.response_length
@@ -115,9 +116,16 @@ def sample():
         responses = tokenizer.batch_decode(rows, skip_special_tokens=True)
         for name, values in zip(columns, (reward(prompts, responses), *judge(prompts, responses))):
             columns[name].append([round(x, 3) for x in values])
+        for row, response in enumerate(responses):
+            if columns["rewards"][-1][row] > best[row]["reward"]:
+                best[row] = dict(
+                    reward=columns["rewards"][-1][row], gold=columns["golds"][-1][row], text=response
+                )
         print(i + 1, "of", NUM_SAMPLES, flush=True)
     FOLDER.mkdir(parents=True, exist_ok=True)
-    (FOLDER / "best-of-n.json.gz").write_bytes(gzip.compress(json.dumps(columns).encode(), mtime=0))
+    (FOLDER / "best-of-n.json.gz").write_bytes(
+        gzip.compress(json.dumps(columns | {"best": best}).encode(), mtime=0)
+    )
 
 
 def run_ppo(seed, folder, learning_rate="1e-4"):

@@ -4,6 +4,7 @@ those of results/, links lead somewhere."""
 import ast
 import contextlib
 import functools
+import gzip
 import importlib.util
 import inspect
 import io
@@ -753,6 +754,32 @@ def test_the_table_of_memory_on_a_gpu_is_that_of_the_file():
     for size, name in sizes.items():
         peaks = [f"{row['peak_mb'] / 1024:.1f}" for row in gpu_memory() if row["size"] == size]
         assert cells_of(DOCS["speed"], name) == peaks
+
+
+def test_the_texts_that_methods_counts_are_in_the_files():
+    page = " ".join(DOCS["methods"].split())
+
+    def count(run, pattern, when="after"):
+        rows = read_rows(ROOT / f"results/methods/{run}", "evaluation_samples.jsonl")
+        assert len(rows) == 300
+        return sum(re.search(pattern, row[when]) is not None for row in rows)
+
+    form = r"^ My \w+ \w+ [^?]*\. [^?.]*\?$"  # My roommate Vera ... . How ...?
+    first, *others = (f"rloo-kl-0.0/seed{seed}" for seed in (1, 2, 3))
+    counts = [count(run, form) for run in (first, *others)]
+    text = "without a penalty {}, {} and {} of 300, by seed, and {} before training"
+    assert text.format(*counts, count(first, form, "before")) in page
+    run, periods, begins = "rloo-kl-0.0-long/seed1", r"[?.]\.+$", "^ Help:"
+    text = "{} of 300 responses have one or more periods after their end, and {} begin with"
+    assert text.format(count(run, periods), count(run, begins)) in page
+    before = count(run, periods, "before"), count(run, begins, "before")
+    assert "(before training {} and {})".format(*before) in page
+    best = json.loads(gzip.decompress((ROOT / "results/methods/best-of-n.json.gz").read_bytes()))["best"]
+    bad = sum(x["gold"] <= 1.5 for x in best)
+    assert f"a gold score of 1.5 or less in {bad} of the {len(best)} posts" in page
+    quoted = re.search(r'posts: "(.*?)" got', page)[1]
+    shown = max((x for x in best if x["text"].strip() == quoted), key=lambda x: x["reward"])
+    assert f"a reward of {shown['reward']:.1f} and a gold score of {shown['gold']:.0f}." in page
 
 
 def test_the_table_of_dpos_flags_is_that_of_the_files():
