@@ -1084,7 +1084,11 @@ def check_splits(x):
                 yield remark(f"{name} is one of {part[1]} parts: name its folder to read all")
             continue
         files = data_files(folder)
-        below = data_files(folder, [*folder.glob("*/*.*"), *folder.glob("*/*/*.*")])
+        # Others than data/ and train/ are data sets of their own.
+        inner = [path for path in folder.glob("*/") if path.name == "data" or split_of(path.name)]
+        below = data_files(
+            folder, [file for path in inner for file in (*path.glob("*.*"), *path.glob("*/*.*"))]
+        )
         twice = list(candidates(name, files))
         yield from twice
         yield from missing_shards(name, files + below)

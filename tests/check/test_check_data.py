@@ -78,6 +78,7 @@ def test_a_missing_shard(look):
         ("train.jsonl train/1.jsonl", "train/1.jsonl is not read"),
         ("train.jsonl data/train-0.jsonl", "data/train-0.jsonl is not read"),
         ("train-0.jsonl train-1.jsonl", None),
+        ("train.jsonl sft/train.jsonl", None),  # another data set
         ("train-1-of-2.jsonl train-2-of-2.jsonl", None),
         ("train-0-of-2-a09b74b3.jsonl train-1-of-2-1dc2ba3d.jsonl", None),
         ("train-a.jsonl train-d.jsonl", None),
