@@ -185,7 +185,7 @@ FACTORS = frozenset(
     """.split()
 )
 
-# The same in other languages, with words for half, more, less, at least: whole words,
+# The same in other languages, with words for half, more, less, at least. These must match a whole word.
 OTHER_FACTORS = frozenset(
     unicodedata.normalize(
         "NFKC",
@@ -201,7 +201,8 @@ OTHER_FACTORS = frozenset(
     """,
     ).split()
 )
-# and beginnings of words.
+
+# These match the beginning of a word: its end changes with the case or, in Thai, the next word follows directly.
 FACTOR_STEMS = tuple(
     """
     тыс тис млн млрд миллион миллиард мільйон милион хиляд сотен сотн десятк дюжин половин трет четверт больше
