@@ -1,7 +1,7 @@
 """Guess a number, with a reward for each guess: how many bits it tells about the number.
 
-For the change of lines "Reward per turn" in docs/grpo_tools.md. Except for `total` and the end of the game, it
-is the environment of the recipe guess.
+For the change of lines "Reward per turn" in docs/grpo_tools.md. Except for `total` and the end of the game,
+it is the environment of the recipe guess.
 
     python benchmarks/turn_rewards.py    # applies the change and trains
 """
