@@ -718,7 +718,8 @@ def check_numbers(x):
         if math.isnan(value) or value < 0 and not may_be_negative or value == 0 and name in POSITIVE:
             yield error(f"{flag_name(name)} cannot be {value}")
     for name, value in vars(x.args).items():  # often a variable of the shell that is not set
-        if name not in (*MAY_BE_EMPTY, *FUNCTION_FLAGS) and "" in (value, *list_of(value)):
+        is_empty = value == "" or isinstance(value, list) and "" in value
+        if is_empty and name not in (*MAY_BE_EMPTY, *FUNCTION_FLAGS):
             yield error(f"{flag_name(name)} is empty: leave the flag out, or give it a value")
     fractions = ("warmup_ratio", "gamma", "lam")
     for name in fractions:
@@ -726,10 +727,6 @@ def check_numbers(x):
             yield error(f"{flag_name(name)} is a fraction: {x.flag(name)} is more than 1")
     if not 0 <= (x.flag("label_smoothing") or 0) < 0.5:
         yield error("--label-smoothing must be less than 0.5: at 0.5, both responses count alike")
-
-
-def list_of(value):
-    return value if isinstance(value, list) else []
 
 
 def check_pairs_of_flags(x):
@@ -937,10 +934,11 @@ def check_adapters(x):
     """The scripts merge a policy's adapter into its base model. Others are not models."""
     for flag, name in models_of(x).items():
         adapter, folder = adapter_in(x, name), Path(x.path(name))
-        if (folder / "adapter_config.json").exists() and (folder / "config.json").exists():
+        weights = [*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*.bin")]
+        if weights and (folder / "adapter_config.json").exists():  # some trainers write config.json alone
             yield error(
                 f"{flag_name(flag)} {name} holds a model and an adapter, which would be loaded instead, with "
-                "its own base model: remove adapter_config.json, or config.json"
+                f"its own base model: remove adapter_config.json, or {weights[0].name}"
             )
         if adapter is None:
             continue
@@ -1749,12 +1747,12 @@ def check_beginning_of_answers(x):
     if not marker:
         return  # check_written_answers says so
     if header != begin and re.search(r"\w", re.sub("</?think>", "", header)):
-        text = f"after a prompt, the chat template writes {header!r} before an answer"
-        # gpt-oss writes the names of its channels itself.
-        is_wrong = prompt == bare and x.kind in ("rloo", "grpo", "tools")
-        yield (error if is_wrong else remark)(
-            f"{text}: the policy has to write that itself, in every response. It belongs in "
-            "{% if add_generation_prompt %}"
+        # Otherwise, it is the policy's: gpt-oss names its channels itself.
+        is_ignored = prompt == bare
+        fix = ". It belongs in {% if add_generation_prompt %}" if is_ignored else ""
+        yield (error if is_ignored and x.kind in ("rloo", "grpo", "tools") else remark)(
+            f"after a prompt, the chat template writes {header!r} before an answer: the policy has to write "
+            f"that itself, in every response{fix}"
         )
     elif x.kind == "dpo" and not begin.startswith(prompt.rstrip()):
         after = prompt.removeprefix(os.path.commonprefix([prompt, begin]))

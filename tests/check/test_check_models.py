@@ -175,9 +175,11 @@ def test_an_adapter_of_an_adapter(scripts, small, adapter):
 def test_an_adapter_beside_a_model(scripts, small, adapter, tiny_lm):
     """The adapter and its own base model would be loaded, not the model in the folder."""
     folder = adapter("both")
-    for name in ("config.json", "model.safetensors"):
-        shutil.copy(Path(tiny_lm(), name), folder)
-    found = findings(scripts["sft"], small("sft", model_name_or_path=str(folder)))
+    shutil.copy(Path(tiny_lm(), "config.json"), folder)  # as some trainers do
+    args = small("sft", model_name_or_path=str(folder))
+    assert texts(findings(scripts["sft"], args)) == []
+    shutil.copy(Path(tiny_lm(), "model.safetensors"), folder)
+    found = findings(scripts["sft"], args)
     assert_only(found, "holds a model and an adapter, which would be loaded instead")
 
 

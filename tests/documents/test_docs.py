@@ -314,7 +314,14 @@ def test_the_tables_are_those_of_the_programs():
     assert load_program("benchmarks/differences.py").page() == DOCS["differences"]
     assert load_program("benchmarks/trl_dpo.py").table() in DOCS["dpo_tldr"]
     assert load_program("benchmarks/dpo_variants.py").table() in DOCS["dpo_tldr"]
-    assert load_program("benchmarks/grpo_variants.py").table() in DOCS["grpo_math"]
+    variants = load_program("benchmarks/grpo_variants.py")
+    assert variants.table() in DOCS["grpo_math"]
+    rows = [json.loads(line) for line in variants.RESULTS.read_text().splitlines()]
+    right = {(row["variant"], row["seed"]): row["evaluation"]["after"]["held-out: pass@1"] for row in rows}
+    largest = max(abs(x - right["GRPO", seed]) for (_, seed), x in right.items())
+    interval = rows[0]["evaluation"]["after"]["held-out: +- (95 % interval)"]
+    text = f"by at most {largest:.3f}. The 95 % interval of GRPO's is +- {interval:.3f}."
+    assert text in " ".join(DOCS["grpo_math"].split())
     assert load_program("benchmarks/eval_every.py").table() in DOCS["running"]
     assert load_program("benchmarks/transformers_versions.py").table() in DOCS["running"]
     vllm, speed = load_program("benchmarks/vllm_runs.py"), load_program("benchmarks/vllm_speed.py")
@@ -332,6 +339,14 @@ def test_the_tables_are_those_of_the_programs():
         f"is {reward:.2f} instead of {reward_before:.2f}, but {100 * failed:.1f} % of the calls fail instead"
     )
     assert f"{text} of {100 * failed_before:.1f} %." in " ".join(DOCS["grpo_tools"].split())
+    games = [row for row in read_rows(tools.GUESS, "evaluation_samples.jsonl") if row["set"] == "held-out"]
+    games = [
+        re.search(r'"number": (-?\d+)\}\}\n</tool_call>', text)
+        for row in games
+        for text in row["after"]["responses"]
+    ]
+    begin = sum(first is not None and first[1] == "11" for first in games)
+    assert f"after, it is 11 in {begin} of the games." in " ".join(DOCS["grpo_tools"].split())
     rows = read_rows(tools.TURN_REWARDS, "metrics.jsonl")
     reward, failed = (
         fmean(row[key] for row in rows[80:98]) for key in ("env/reward_mean", "tools/failure_frequency")
