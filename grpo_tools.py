@@ -15,8 +15,8 @@ grpo_math.py, this is what changes (in the code: docs/differences.md):
    an object that each trajectory has for itself (--environment): its public methods are tools. It keeps a
    state, may speak first, answer a turn without a call, and end the trajectory. If a call fails, the policy
    reads "error: ..." as its result, and can learn from it.
-4. What a reward sees. A completion is the list of all messages of a trajectory: the assistant's, with its
-   calls, and the tools'. An environment may have its own reward, get_reward().
+4. What a reward sees. A completion is the list of the messages after the prompt: those that the policy
+   wrote, with its calls, and those it read. An environment may have its own reward, get_reward().
 5. What is logged: turns, calls and failed calls, and why trajectories end. Lengths count sampled tokens only.
 
     python grpo_tools.py                             # recipe tiny: a calculator; minutes on 2 cores

@@ -585,7 +585,7 @@ def fit_text(case):
 
 
 def choose(size, gpus, gpu_memory):
-    """The first way that fits: all weights before LoRA, DDP before ZeRO-2, few flags before many."""
+    """The first way that fits: all weights before LoRA, then few flags before many, then DDP before ZeRO-2."""
     for changes in SETTINGS:
         for sharding, name in launches(gpus):
             if "lora_r" in changes and sharding == "zero2":
