@@ -43,6 +43,7 @@ import tempfile
 import textwrap
 import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
@@ -539,18 +540,15 @@ def document_examples(x, rows):
     for row in rows:
         counts = Counter()
         ids, labels = x.script.make_document(row, x.tokenizer, x.args, counts)
-        ids, labels = list(ids), list(labels)
         kept = [-100, *labels[1 : x.args.max_length]]
         reason = note = ""
         if not ids:
             reason = "no text in text, prompt and completion, messages or dialog"
         elif set(labels[1:]) <= {-100} and (chat := whole_chat(row)):
-            reason = "no message of the role assistant is learned: "
-            roles = list(dict.fromkeys(str(message.get("role")) for message in chat))
+            why = f"the roles are {listed(dict.fromkeys(message.get('role') for message in chat))}"
             if begins_with_answer(chat):
-                reason += "the chat begins with an assistant message, which answers nothing"
-            else:
-                reason += f"the roles are {listed(roles)}"
+                why = "the chat begins with an assistant message, which answers nothing"
+            reason = f"no message of the role assistant is learned: {why}"
         elif set(kept) == {-100}:
             reason = f"nothing to learn in the first {x.args.max_length} tokens (--max-length)"
         elif len(ids) > x.args.max_length:
@@ -579,34 +577,29 @@ def preference_examples(x, rows):
             yield Example(row, [], [], reason="fewer than two responses, or empty ones")
             continue
         prompt, responses = complete[id(row)]
-        note = ""
+        limit, reason, note = x.args.max_length, "", ""
         if x.kind == "dpo":
             pair = x.script.tokenize_pair(x.tokenizer, prompt, [responses[0], responses[-1]])
             ids, texts = pair["ids"], pair["responses"]
-            longest = len(ids) + max(map(len, texts))
-            limit = x.args.max_length
+            if not ids:
+                reason = "the prompt is empty, and the responses have no common beginning"
+            elif len(ids) + max(map(len, texts)) > limit:
+                reason = f"more than --max-length {limit} tokens"
         else:
-            texts = x.script.preference_ids(x.tokenizer, prompt, responses, x.args.max_length)
+            texts = x.script.preference_ids(x.tokenizer, prompt, responses, limit)
+            if max(map(len, texts)) == limit:
+                note = f"cut to --max-length {limit}, without the beginning of the prompt"
+                note += ", through headers of the chat" if is_messages(responses[0]) else ""
             length = len(os.path.commonprefix(texts))
             ids, texts = texts[0][:length], [text[length:] for text in texts]
-            longest, limit = 0, 1
-            if length + max(map(len, texts)) == x.args.max_length:
-                note = f"cut to --max-length {x.args.max_length}, without the beginning of the prompt"
-                note += ", through headers of the chat" if is_messages(responses[0]) else ""
-        reason = ""
         if texts[0] == texts[-1]:
             reason = "the responses are equal"
-        elif not ids and x.kind == "dpo":
-            reason = "the prompt is empty, and the responses have no common beginning"
-        elif longest > limit:
-            reason = f"more than --max-length {limit} tokens"
         yield Example(row, ids, texts[0], prompt=prompt, other=texts[-1], reason=reason, note=note)
 
 
 def reward_model_examples(x, rows):
     if {"dialog", "act"} <= {*x.columns}:
-        answers = x.script.load_answers(rows)
-        rows = x.sample(answers)
+        rows = x.sample(x.script.load_answers(rows))
     elif not {"text", "label"} <= {*x.columns}:
         yield from preference_examples(x, rows)
         return
@@ -697,7 +690,6 @@ POSITIVE = (
     *("learning_rate", "local_rollout_forward_batch_size", "cliprange", "cliprange_value"),
 )
 
-
 # Texts for which "" means something, or is looked at by another check.
 MAY_BE_EMPTY = ("system_prompt", "prompt_template", "chat_template_kwargs", "utterance_end")
 
@@ -711,18 +703,19 @@ def check_python(x):
 def check_numbers(x):
     """Numbers that make no sense: a run would train on nothing, or backwards, without a word."""
     for name, value in vars(x.args).items():
+        is_empty = value == "" or isinstance(value, list) and "" in value
+        if is_empty and name not in (
+            *MAY_BE_EMPTY,
+            *FUNCTION_FLAGS,
+        ):  # a shell variable that is not set?
+            yield error(f"{flag_name(name)} is empty: leave the flag out, or give it a value")
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
         default = getattr(x.script.Args(), name, None)
         may_be_negative = name.endswith("_weight") or isinstance(default, (int, float)) and default < 0
         if math.isnan(value) or value < 0 and not may_be_negative or value == 0 and name in POSITIVE:
             yield error(f"{flag_name(name)} cannot be {value}")
-    for name, value in vars(x.args).items():  # often a variable of the shell that is not set
-        is_empty = value == "" or isinstance(value, list) and "" in value
-        if is_empty and name not in (*MAY_BE_EMPTY, *FUNCTION_FLAGS):
-            yield error(f"{flag_name(name)} is empty: leave the flag out, or give it a value")
-    fractions = ("warmup_ratio", "gamma", "lam")
-    for name in fractions:
+    for name in ("warmup_ratio", "gamma", "lam"):
         if (x.flag(name) or 0) > 1:
             yield error(f"{flag_name(name)} is a fraction: {x.flag(name)} is more than 1")
     if not 0 <= (x.flag("label_smoothing") or 0) < 0.5:
@@ -745,12 +738,12 @@ def check_pairs_of_flags(x):
             f"--kl-horizon {args.kl_horizon:g} must be more than 1/5 of the batch, {x.batch}: the KL "
             "coefficient would become negative"
         )
-    if x.group > 1 or hasattr(args, "rloo_k") or hasattr(args, "num_generations"):
-        name = "--rloo-k" if hasattr(args, "rloo_k") else "--num-generations"
-        minibatch = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        if x.group < 2 or minibatch % x.group:
+    minibatch = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    for name in ("rloo_k", "num_generations"):
+        group = x.flag(name)
+        if group is not None and (group < 2 or minibatch % group):
             yield error(
-                f"{name} {x.group} must be 2 or more, and divide the minibatch of a process: "
+                f"{flag_name(name)} {group} must be 2 or more, and divide the minibatch of a process: "
                 f"per_device_train_batch_size x gradient_accumulation_steps = {minibatch}"
             )
     num_shared = x.flag("num_shared_layers") or 0
@@ -777,10 +770,6 @@ def check_reward_weights(x):
     if x.kind != "tools" and x.flag("reward_fn") == []:
         yield error("--reward-fn names no function")
     if x.kind == "tools" and x.args.environment and hasattr(environment_class(x), "get_reward"):
-        if any(name.endswith(":environment") for name in names):
-            yield error(
-                "--reward-fn: rename the function environment: get_reward() of the environment has that name"
-            )
         names.append("get_reward()")
     if weights is None:
         return
@@ -837,21 +826,20 @@ def check_flags_without_effect(x):
 def check_packages(x):
     """What the flags need, and is not installed: the run would stop after the models are loaded."""
     args = x.args
-    needed = []
-    if args.lora_r:
-        needed.append(("--lora-r", "peft"))
-    if x.flag("load_in_8bit"):
-        needed.append(("--load-in-8bit", "bitsandbytes"))
-    if args.log_with != "none":
-        needed.append((f"--log-with {args.log_with}", args.log_with))
-    if x.flag("judge_url") is not None:
-        needed.append(("--judge-url", "openai"))
     module, _, name = args.optimizer.rpartition(".")
-    needed.append((f"--optimizer {args.optimizer}", module.split(".")[0]))
-    for flag, package in needed:
-        if importlib.util.find_spec(package or " ") is None:
+    needed = {
+        "--lora-r": args.lora_r and "peft",
+        "--load-in-8bit": x.flag("load_in_8bit") and "bitsandbytes",
+        f"--log-with {args.log_with}": args.log_with != "none" and args.log_with,
+        "--judge-url": x.flag("judge_url") and "openai",
+        f"--optimizer {args.optimizer}": module.split(".")[0],
+    }
+    for flag, package in needed.items():
+        if package and importlib.util.find_spec(package) is None:
             yield error(f"{flag} needs the package {package!r}: pip install {package}")
-    if module.split(".")[0] == "torch" and not hasattr(importlib.import_module(module), name):
+    if not module:
+        yield error(f"--optimizer {args.optimizer}: name its module too, such as torch.optim.AdamW")
+    elif module.startswith("torch.") and not hasattr(importlib.import_module(module), name):
         yield error(f"--optimizer {args.optimizer}: {module} has no {name}")
 
 
@@ -888,12 +876,13 @@ def check_paths(x):
     for flag in FUNCTION_FLAGS:
         for name in functions_of(x, flag):
             path, _, function = name.rpartition(":")
+            file = find_path(x, path)
             if not path:
                 yield error(f"{flag_name(flag)} {name}: name a function as FILE.py:function")
-            elif not find_path(x, path):
+            elif file is None:
                 yield error(f"{flag_name(flag)} {path}: no such file or folder")
-            elif not re.search(rf"\b{re.escape(function)}\b", find_path(x, path).read_text()):
-                names = re.findall(r"^(?:def|class) (\w+)", find_path(x, path).read_text(), re.MULTILINE)
+            elif not re.search(rf"\b{re.escape(function)}\b", file.read_text()):
+                names = re.findall(r"^(?:def|class) (\w+)", file.read_text(), re.MULTILINE)
                 yield error(f"{flag_name(flag)} {name}: {path} has no {function}, but {listed(names)}")
 
 
@@ -923,60 +912,50 @@ def check_functions(x):
 
 
 def adapter_in(x, name):
-    """The config of the LoRA adapter in a folder without a model; None if there is none. -> dict or None"""
-    folder = Path(x.path(name))
-    if not (folder / "adapter_config.json").exists() or (folder / "config.json").exists():
-        return None
-    return json.loads((folder / "adapter_config.json").read_text())
+    """The config of the LoRA adapter in a folder; None if there is none. -> dict or None"""
+    file = Path(x.path(name), "adapter_config.json")
+    return json.loads(file.read_text()) if file.exists() else None
 
 
 def check_adapters(x):
     """The scripts merge a policy's adapter into its base model. Others are not models."""
     for flag, name in models_of(x).items():
         adapter, folder = adapter_in(x, name), Path(x.path(name))
+        if adapter is None:
+            continue
         weights = [*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*.bin")]
-        if weights and (folder / "adapter_config.json").exists():  # some trainers write config.json alone
+        kind = "SequenceClassification" if adapter.get("task_type") == "SEQ_CLS" else "CausalLM"
+        is_policy = flag in ("model_name_or_path", "sft_model_path") and x.kind != "reward_model"
+        if weights:
             yield error(
                 f"{flag_name(flag)} {name} holds a model and an adapter, which would be loaded instead, with "
                 f"its own base model: remove adapter_config.json, or {weights[0].name}"
             )
-        if adapter is None:
-            continue
-        if not adapter.get("base_model_name_or_path"):
+        elif not adapter.get("base_model_name_or_path"):
             yield error(f"{flag_name(flag)} {name}: adapter_config.json does not name its base model")
-            continue
-        task = adapter.get("task_type")
-        kind = "SequenceClassification" if task == "SEQ_CLS" else "CausalLM"
-        is_policy = flag in ("model_name_or_path", "sft_model_path") and x.kind != "reward_model"
-        if not is_policy or kind != "CausalLM" or x.flag("load_in_8bit"):
+        elif not is_policy or kind != "CausalLM" or x.flag("load_in_8bit"):
             yield error(
                 f'{flag_name(flag)} {name} is a LoRA adapter without its model. Merge it: python -c "'
                 f"import peft; peft.AutoPeftModelFor{kind}.from_pretrained('{name}').merge_and_unload()"
                 f".save_pretrained('{name}-merged')\", and copy the tokenizer's files"
             )
         elif name == x.policy_name and adapter.get("peft_type") == "LORA":
-            yield from lost_layers(x, flag, name, adapter)
+            yield from lost_layers(x, flag, name)
 
 
-def lost_layers(x, flag, name, adapter):
-    """Weights of an adapter that fit no layer, and layers without: peft warns, and adds nothing there."""
-    path = Path(x.path(name), "adapter_model.safetensors")
-    if not path.exists():
+def lost_layers(x, flag, name):
+    """Layers of an adapter that its base model lacks, and the reverse: peft warns, and adds nothing there."""
+    folder = Path(x.path(name))
+    if not (folder / "adapter_model.safetensors").exists():
         return
-    with safe_open(path, "pt") as file:
-        keys = [key.removeprefix("base_model.model.") for key in file.keys()]
-    saved = {key.rpartition(".lora_")[0] for key in keys if ".lora_" in key}
-    kinds = torch.nn.Linear, transformers.pytorch_utils.Conv1D
-    layers = dict(x.model.named_modules())
-    lost, targets = sorted(saved - {*layers}), adapter.get("target_modules")
-    if (
-        isinstance(targets, list)
-        and not adapter.get("layers_to_transform")
-        and not adapter.get("exclude_modules")
-    ):
-        ends = tuple(f".{target}" for target in targets)
-        asked = {layer for layer, kind in layers.items() if isinstance(kind, kinds) and layer.endswith(ends)}
-        lost += sorted(asked - saved)
+    import peft
+
+    with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+        saved = {key.rpartition(".lora_")[0] for key in file.keys() if ".lora_" in key}
+    with torch.device("meta"), warnings.catch_warnings(action="ignore"):
+        model = peft.get_peft_model(copy.deepcopy(x.model), peft.PeftConfig.from_pretrained(folder))
+    needed = {key.rpartition(".lora_")[0] for key in model.state_dict() if ".lora_" in key}
+    lost = sorted(saved ^ needed)
     if lost:
         yield error(
             f"{flag_name(flag)} {name}: the weights of the adapter do not fit the layers of its base model, "
