@@ -43,6 +43,7 @@ import tempfile
 import textwrap
 import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
@@ -135,6 +136,7 @@ class Inputs:
         self.results = {}
         self.files_read = {}  # data set -> dict: file -> its rows
         self.other_splits = {}  # data set of load_dataset -> dict: split -> number of rows
+        self.readers = {}  # data set here that load_dataset reads as json or csv -> "json" or "csv"
         self.places = {}  # id of a row -> where it is, for messages
         self.not_taken = []  # what main drops of the recipe, for another --dataset-name
 
@@ -254,7 +256,7 @@ class Inputs:
             self.other_splits[name] = {split: len(rows) for split, rows in loaded.items()}
             readers = {rows.info.builder_name for rows in loaded.values()}
             if Path(inputs[0]).exists() and readers & {"json", "csv"}:
-                self.other_splits[name]["reader"] = ", ".join(readers)
+                self.readers[name] = ", ".join(readers)
             return loaded
 
         real_read_rows = getattr(script, "read_rows", None)
@@ -539,18 +541,15 @@ def document_examples(x, rows):
     for row in rows:
         counts = Counter()
         ids, labels = x.script.make_document(row, x.tokenizer, x.args, counts)
-        ids, labels = list(ids), list(labels)
         kept = [-100, *labels[1 : x.args.max_length]]
         reason = note = ""
         if not ids:
             reason = "no text in text, prompt and completion, messages or dialog"
         elif set(labels[1:]) <= {-100} and (chat := whole_chat(row)):
-            reason = "no message of the role assistant is learned: "
-            roles = list(dict.fromkeys(str(message.get("role")) for message in chat))
+            why = f"the roles are {listed(dict.fromkeys(message.get('role') for message in chat))}"
             if begins_with_answer(chat):
-                reason += "the chat begins with an assistant message, which answers nothing"
-            else:
-                reason += f"the roles are {listed(roles)}"
+                why = "the chat begins with an assistant message, which answers nothing"
+            reason = f"no message of the role assistant is learned: {why}"
         elif set(kept) == {-100}:
             reason = f"nothing to learn in the first {x.args.max_length} tokens (--max-length)"
         elif len(ids) > x.args.max_length:
@@ -579,34 +578,29 @@ def preference_examples(x, rows):
             yield Example(row, [], [], reason="fewer than two responses, or empty ones")
             continue
         prompt, responses = complete[id(row)]
-        note = ""
+        limit, reason, note = x.args.max_length, "", ""
         if x.kind == "dpo":
             pair = x.script.tokenize_pair(x.tokenizer, prompt, [responses[0], responses[-1]])
             ids, texts = pair["ids"], pair["responses"]
-            longest = len(ids) + max(map(len, texts))
-            limit = x.args.max_length
+            if not ids:
+                reason = "the prompt is empty, and the responses have no common beginning"
+            elif len(ids) + max(map(len, texts)) > limit:
+                reason = f"more than --max-length {limit} tokens"
         else:
-            texts = x.script.preference_ids(x.tokenizer, prompt, responses, x.args.max_length)
+            texts = x.script.preference_ids(x.tokenizer, prompt, responses, limit)
+            if max(map(len, texts)) == limit:
+                note = f"cut to --max-length {limit}, without the beginning of the prompt"
+                note += ", through headers of the chat" if is_messages(responses[0]) else ""
             length = len(os.path.commonprefix(texts))
             ids, texts = texts[0][:length], [text[length:] for text in texts]
-            longest, limit = 0, 1
-            if length + max(map(len, texts)) == x.args.max_length:
-                note = f"cut to --max-length {x.args.max_length}, without the beginning of the prompt"
-                note += ", through headers of the chat" if is_messages(responses[0]) else ""
-        reason = ""
         if texts[0] == texts[-1]:
             reason = "the responses are equal"
-        elif not ids and x.kind == "dpo":
-            reason = "the prompt is empty, and the responses have no common beginning"
-        elif longest > limit:
-            reason = f"more than --max-length {limit} tokens"
         yield Example(row, ids, texts[0], prompt=prompt, other=texts[-1], reason=reason, note=note)
 
 
 def reward_model_examples(x, rows):
     if {"dialog", "act"} <= {*x.columns}:
-        answers = x.script.load_answers(rows)
-        rows = x.sample(answers)
+        rows = x.sample(x.script.load_answers(rows))
     elif not {"text", "label"} <= {*x.columns}:
         yield from preference_examples(x, rows)
         return
@@ -697,7 +691,6 @@ POSITIVE = (
     *("learning_rate", "local_rollout_forward_batch_size", "cliprange", "cliprange_value"),
 )
 
-
 # Texts for which "" means something, or is looked at by another check.
 MAY_BE_EMPTY = ("system_prompt", "prompt_template", "chat_template_kwargs", "utterance_end")
 
@@ -711,18 +704,19 @@ def check_python(x):
 def check_numbers(x):
     """Numbers that make no sense: a run would train on nothing, or backwards, without a word."""
     for name, value in vars(x.args).items():
+        is_empty = value == "" or isinstance(value, list) and "" in value
+        if is_empty and name not in (
+            *MAY_BE_EMPTY,
+            *FUNCTION_FLAGS,
+        ):  # a shell variable that is not set?
+            yield error(f"{flag_name(name)} is empty: leave the flag out, or give it a value")
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
         default = getattr(x.script.Args(), name, None)
         may_be_negative = name.endswith("_weight") or isinstance(default, (int, float)) and default < 0
         if math.isnan(value) or value < 0 and not may_be_negative or value == 0 and name in POSITIVE:
             yield error(f"{flag_name(name)} cannot be {value}")
-    for name, value in vars(x.args).items():  # often a variable of the shell that is not set
-        is_empty = value == "" or isinstance(value, list) and "" in value
-        if is_empty and name not in (*MAY_BE_EMPTY, *FUNCTION_FLAGS):
-            yield error(f"{flag_name(name)} is empty: leave the flag out, or give it a value")
-    fractions = ("warmup_ratio", "gamma", "lam")
-    for name in fractions:
+    for name in ("warmup_ratio", "gamma", "lam"):
         if (x.flag(name) or 0) > 1:
             yield error(f"{flag_name(name)} is a fraction: {x.flag(name)} is more than 1")
     if not 0 <= (x.flag("label_smoothing") or 0) < 0.5:
@@ -745,12 +739,12 @@ def check_pairs_of_flags(x):
             f"--kl-horizon {args.kl_horizon:g} must be more than 1/5 of the batch, {x.batch}: the KL "
             "coefficient would become negative"
         )
-    if x.group > 1 or hasattr(args, "rloo_k") or hasattr(args, "num_generations"):
-        name = "--rloo-k" if hasattr(args, "rloo_k") else "--num-generations"
-        minibatch = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        if x.group < 2 or minibatch % x.group:
+    minibatch = args.per_device_train_batch_size * args.gradient_accumulation_steps
+    for name in ("rloo_k", "num_generations"):
+        group = x.flag(name)
+        if group is not None and (group < 2 or minibatch % group):
             yield error(
-                f"{name} {x.group} must be 2 or more, and divide the minibatch of a process: "
+                f"{flag_name(name)} {group} must be 2 or more, and divide the minibatch of a process: "
                 f"per_device_train_batch_size x gradient_accumulation_steps = {minibatch}"
             )
     num_shared = x.flag("num_shared_layers") or 0
@@ -777,10 +771,6 @@ def check_reward_weights(x):
     if x.kind != "tools" and x.flag("reward_fn") == []:
         yield error("--reward-fn names no function")
     if x.kind == "tools" and x.args.environment and hasattr(environment_class(x), "get_reward"):
-        if any(name.endswith(":environment") for name in names):
-            yield error(
-                "--reward-fn: rename the function environment: get_reward() of the environment has that name"
-            )
         names.append("get_reward()")
     if weights is None:
         return
@@ -837,21 +827,20 @@ def check_flags_without_effect(x):
 def check_packages(x):
     """What the flags need, and is not installed: the run would stop after the models are loaded."""
     args = x.args
-    needed = []
-    if args.lora_r:
-        needed.append(("--lora-r", "peft"))
-    if x.flag("load_in_8bit"):
-        needed.append(("--load-in-8bit", "bitsandbytes"))
-    if args.log_with != "none":
-        needed.append((f"--log-with {args.log_with}", args.log_with))
-    if x.flag("judge_url") is not None:
-        needed.append(("--judge-url", "openai"))
     module, _, name = args.optimizer.rpartition(".")
-    needed.append((f"--optimizer {args.optimizer}", module.split(".")[0]))
-    for flag, package in needed:
-        if importlib.util.find_spec(package or " ") is None:
+    needed = {
+        "--lora-r": args.lora_r and "peft",
+        "--load-in-8bit": x.flag("load_in_8bit") and "bitsandbytes",
+        f"--log-with {args.log_with}": args.log_with != "none" and args.log_with,
+        "--judge-url": x.flag("judge_url") and "openai",
+        f"--optimizer {args.optimizer}": module.split(".")[0],
+    }
+    for flag, package in needed.items():
+        if package and importlib.util.find_spec(package) is None:
             yield error(f"{flag} needs the package {package!r}: pip install {package}")
-    if module.split(".")[0] == "torch" and not hasattr(importlib.import_module(module), name):
+    if not module:
+        yield error(f"--optimizer {args.optimizer}: name its module too, such as torch.optim.AdamW")
+    elif module.startswith("torch.") and not hasattr(importlib.import_module(module), name):
         yield error(f"--optimizer {args.optimizer}: {module} has no {name}")
 
 
@@ -888,12 +877,13 @@ def check_paths(x):
     for flag in FUNCTION_FLAGS:
         for name in functions_of(x, flag):
             path, _, function = name.rpartition(":")
+            file = find_path(x, path)
             if not path:
                 yield error(f"{flag_name(flag)} {name}: name a function as FILE.py:function")
-            elif not find_path(x, path):
+            elif file is None:
                 yield error(f"{flag_name(flag)} {path}: no such file or folder")
-            elif not re.search(rf"\b{re.escape(function)}\b", find_path(x, path).read_text()):
-                names = re.findall(r"^(?:def|class) (\w+)", find_path(x, path).read_text(), re.MULTILINE)
+            elif not re.search(rf"\b{re.escape(function)}\b", file.read_text()):
+                names = re.findall(r"^(?:def|class) (\w+)", file.read_text(), re.MULTILINE)
                 yield error(f"{flag_name(flag)} {name}: {path} has no {function}, but {listed(names)}")
 
 
@@ -923,60 +913,50 @@ def check_functions(x):
 
 
 def adapter_in(x, name):
-    """The config of the LoRA adapter in a folder without a model; None if there is none. -> dict or None"""
-    folder = Path(x.path(name))
-    if not (folder / "adapter_config.json").exists() or (folder / "config.json").exists():
-        return None
-    return json.loads((folder / "adapter_config.json").read_text())
+    """The config of the LoRA adapter in a folder; None if there is none. -> dict or None"""
+    file = Path(x.path(name), "adapter_config.json")
+    return json.loads(file.read_text()) if file.exists() else None
 
 
 def check_adapters(x):
     """The scripts merge a policy's adapter into its base model. Others are not models."""
     for flag, name in models_of(x).items():
         adapter, folder = adapter_in(x, name), Path(x.path(name))
+        if adapter is None:
+            continue
         weights = [*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*.bin")]
-        if weights and (folder / "adapter_config.json").exists():  # some trainers write config.json alone
+        kind = "SequenceClassification" if adapter.get("task_type") == "SEQ_CLS" else "CausalLM"
+        is_policy = flag in ("model_name_or_path", "sft_model_path") and x.kind != "reward_model"
+        if weights:
             yield error(
                 f"{flag_name(flag)} {name} holds a model and an adapter, which would be loaded instead, with "
                 f"its own base model: remove adapter_config.json, or {weights[0].name}"
             )
-        if adapter is None:
-            continue
-        if not adapter.get("base_model_name_or_path"):
+        elif not adapter.get("base_model_name_or_path"):
             yield error(f"{flag_name(flag)} {name}: adapter_config.json does not name its base model")
-            continue
-        task = adapter.get("task_type")
-        kind = "SequenceClassification" if task == "SEQ_CLS" else "CausalLM"
-        is_policy = flag in ("model_name_or_path", "sft_model_path") and x.kind != "reward_model"
-        if not is_policy or kind != "CausalLM" or x.flag("load_in_8bit"):
+        elif not is_policy or kind != "CausalLM" or x.flag("load_in_8bit"):
             yield error(
                 f'{flag_name(flag)} {name} is a LoRA adapter without its model. Merge it: python -c "'
                 f"import peft; peft.AutoPeftModelFor{kind}.from_pretrained('{name}').merge_and_unload()"
                 f".save_pretrained('{name}-merged')\", and copy the tokenizer's files"
             )
         elif name == x.policy_name and adapter.get("peft_type") == "LORA":
-            yield from lost_layers(x, flag, name, adapter)
+            yield from lost_layers(x, flag, name)
 
 
-def lost_layers(x, flag, name, adapter):
-    """Weights of an adapter that fit no layer, and layers without: peft warns, and adds nothing there."""
-    path = Path(x.path(name), "adapter_model.safetensors")
-    if not path.exists():
+def lost_layers(x, flag, name):
+    """Layers of an adapter that its base model lacks, and the reverse: peft warns, and adds nothing there."""
+    folder = Path(x.path(name))
+    if not (folder / "adapter_model.safetensors").exists():
         return
-    with safe_open(path, "pt") as file:
-        keys = [key.removeprefix("base_model.model.") for key in file.keys()]
-    saved = {key.rpartition(".lora_")[0] for key in keys if ".lora_" in key}
-    kinds = torch.nn.Linear, transformers.pytorch_utils.Conv1D
-    layers = dict(x.model.named_modules())
-    lost, targets = sorted(saved - {*layers}), adapter.get("target_modules")
-    if (
-        isinstance(targets, list)
-        and not adapter.get("layers_to_transform")
-        and not adapter.get("exclude_modules")
-    ):
-        ends = tuple(f".{target}" for target in targets)
-        asked = {layer for layer, kind in layers.items() if isinstance(kind, kinds) and layer.endswith(ends)}
-        lost += sorted(asked - saved)
+    import peft
+
+    with safe_open(folder / "adapter_model.safetensors", "pt") as file:
+        saved = {key.rpartition(".lora_")[0] for key in file.keys() if ".lora_" in key}
+    with torch.device("meta"), warnings.catch_warnings(action="ignore"):
+        model = peft.get_peft_model(copy.deepcopy(x.model), peft.PeftConfig.from_pretrained(folder))
+    needed = {key.rpartition(".lora_")[0] for key in model.state_dict() if ".lora_" in key}
+    lost = sorted(saved ^ needed)
     if lost:
         yield error(
             f"{flag_name(flag)} {name}: the weights of the adapter do not fit the layers of its base model, "
@@ -986,28 +966,52 @@ def lost_layers(x, flag, name, adapter):
 
 # ---- Data: files -------------------------------------------------------------------------------------------
 
-DATA_FILE = r"(?i:(?P<stem>.+?)\.(?P<type>((json|jsonl|csv|tsv)(\.(gz|zst|xz|bz2|zip|part))?|parquet|arrow)))"
+DATA_FILE = (  # a name in three parts, such as train, -00000-of-00002-a09b74b3ef9c3b56 and .jsonl.gz
+    r"(?P<stem>.*?)"
+    r"((^|-)(part|shard|chunk)?[-_]?(?P<number>\d+)((?P<of>-of-(?P<count>\d+))(-\w+)?)?)?"
+    r"\.(?P<type>(json|jsonl|csv|tsv)(\.(gz|zst|xz|bz2|zip|part))?|parquet|arrow)"
+)
 ABOUT_DATA = ("dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")  # of datasets
-PART = r"-\d+(?:(-of-\d+)(-\w+)?)?$"  # -0, -00000-of-00002, -00000-of-00002-a09b74b3ef9c3b56
 SPLIT_NAMES = {
     "train": r"train(ing|_sft|_prefs|_gen)?",
     "held-out": r"(test|dev|valid|val|validation|eval|heldout|held[-_]out)(_sft|_prefs|_gen)?",
 }
 
 
-def data_files(folder, paths=None):
-    """Files in a folder that hold rows, by the split that their name says. -> list of (split, path, match)
+@dataclass
+class DataFile:
+    """A file that may hold rows, by its name. train-0-of-2.jsonl is one of the series train-*-of-2.jsonl."""
 
-    paths: files below the folder, whose split may be the name of their own folder
+    path: Path
+    type: str  # jsonl, csv.gz and so on
+    stem: str  # the name without number and type; that of the folder if nothing is left
+    series: str
+    number: int | None
+    count: int  # what -of- says, or 0
+    split: str | None  # "train" or "held-out"; below the data set's folder, also by the name of its own
+
+
+def data_files(path):
+    """The file of a data set, or those in its folder, with subfolders data, train and so on.
+
+    Other folders are data sets of their own. -> list of DataFile, empty for a data set of the Hub
     """
-    found = []
-    is_below = paths is not None
-    for path in sorted(paths if is_below else folder.iterdir()) if folder.is_dir() else []:
-        match = re.fullmatch(DATA_FILE, path.name)
-        if match:
-            split = split_of(re.sub(PART, "", match["stem"]))
-            found.append((split or is_below and split_of(path.parent.name) or None, path, match))
-    return found
+    if path is None:
+        return []
+    paths = [path]
+    if path.is_dir():
+        inner = [folder for folder in path.glob("*/") if folder.name == "data" or split_of(folder.name)]
+        paths = [*path.iterdir(), *(file for folder in inner for file in folder.rglob("*"))]
+    files = []
+    for file in sorted(paths):
+        match = re.fullmatch(DATA_FILE, file.name, re.IGNORECASE)
+        if match and file.name not in ABOUT_DATA:
+            stem = match["stem"] or file.parent.name
+            series = f"{stem}{'-*' if match['number'] else ''}{match['of'] or ''}.{match['type']}"
+            number = int(match["number"]) if match["number"] else None
+            split = split_of(stem) or (split_of(file.parent.name) if file.parent != path else None)
+            files.append(DataFile(file, match["type"], stem, series, number, int(match["count"] or 0), split))
+    return files
 
 
 def split_of(name):
@@ -1019,37 +1023,29 @@ def split_of(name):
 def check_files(x):
     """Lines that are not rows. A comma or a quote too many moves values, or swallows rows, in silence."""
     for name in x.data_sets.values():
-        path = find_path(x, name)
-        if path is None:
-            continue
-        files = [path] if path.is_file() else [file for _, file, _ in data_files(path)]
-        for file in files:
-            if file.name.endswith(".csv"):
-                yield from bad_csv_lines(file)
-            elif file.name.endswith((".jsonl", ".jsonl.gz")) and not can_be_loaded(x, name):
-                yield from bad_json_lines(file)
-
-
-def can_be_loaded(x, name):
-    try:
-        x.splits(name)
-        return True
-    except (Exception, x.script.UserError):
-        return False
+        try:
+            x.splits(name)
+            read = x.files_read[name]
+        except Exception:
+            read = None
+        for file in data_files(find_path(x, name)):
+            if file.type == "csv" and (read is None or file.path in read):
+                yield from bad_csv_lines(file.path)
+            elif file.type in ("jsonl", "jsonl.gz") and read is None:
+                yield from bad_json_lines(file.path)
 
 
 def bad_json_lines(path):
     with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
-                    row = json.loads(line)
-                except json.JSONDecodeError as problem:
-                    yield error(f"{path}, line {number} is not JSON: {problem}")
-                    return
-                if not isinstance(row, dict):
-                    yield error(f"{path}, line {number} is not an object with columns: {short(row)}")
-                    return
+            try:
+                row = json.loads(line) if line.strip() else {}
+            except json.JSONDecodeError as problem:
+                yield error(f"{path}, line {number} is not JSON: {problem}")
+                return
+            if not isinstance(row, dict):
+                yield error(f"{path}, line {number} is not an object with columns: {short(row)}")
+                return
 
 
 def bad_csv_lines(path):
@@ -1074,158 +1070,102 @@ def bad_csv_lines(path):
 def check_splits(x):
     """Which files are read, and which are not: a held-out file with another name would be ignored."""
     for name in x.data_sets.values():
-        folder = find_path(x, name)
-        if folder is None or not folder.is_dir():
-            yield from unread_splits(x, name)
-            part = re.search(r"-\d+-of-0*([2-9]|\d\d+)\b", name) if folder else None
-            if part:
-                yield remark(f"{name} is one of {part[1]} parts: name its folder to read all")
+        path = find_path(x, name)
+        files = data_files(path)
+        if path is not None and path.is_file():
+            if files and files[0].count > 1:
+                yield remark(f"{name} is one of {files[0].count} parts: name its folder to read all")
             continue
-        files = data_files(folder)
-        # Others than data/ and train/ are data sets of their own.
-        inner = [path for path in folder.glob("*/") if path.name == "data" or split_of(path.name)]
-        below = data_files(
-            folder, [file for path in inner for file in (*path.glob("*.*"), *path.glob("*/*.*"))]
-        )
-        twice = list(candidates(name, files))
-        yield from twice
-        yield from missing_shards(name, files + below)
-        if not can_be_loaded(x, name):
-            continue
-        used = {id(row) for rows in x.splits(name) for row in rows}
-        read = {path.resolve() for path, rows in x.files_read[name].items() if used & {*map(id, rows)}}
-        if not twice:
-            yield from same_rows_twice(x.files_read[name])
-        reader = x.other_splits.get(name, {}).get("reader")
-        if reader:
-            yield error(
-                f'{name} is read by the {reader} reader of datasets, which turns "2024-01-15" into a '
-                "timestamp, NA into None and 007 into 7: name the files train.jsonl and test.jsonl"
-            )
-        if not x.files_read[name]:  # through load_dataset
-            yield from unread_splits(x, name)
-            kinds = {match["type"] for _, file, match in files + below if file.name not in ABOUT_DATA}
-            if len(kinds) > 1:
-                yield error(f"{name}: datasets reads files of one kind only, and there are {listed(kinds)}")
-            yield from merged_files(x, name, files + data_files(folder / "data"))
-            continue
-        for split, path, _ in files + [file for file in below if file[0] is not None]:
-            if path.resolve() not in read:
-                yield from unread_file(split, path, files, read)
-
-
-def candidates(name, files):
-    """train.jsonl beside train.csv, or beside shards: which one, or both? They may hold the same rows."""
-    for split in ("train", "validation", "test"):
-        writings = {}
-        for _, path, match in files:
-            stem = re.sub(PART, r"-*\1", match["stem"])
-            is_read = match["type"] in ("jsonl", "jsonl.gz", "csv", "parquet", "json")
-            if is_read and re.match(rf"{split}(-|$)", stem):
-                writings.setdefault((stem, match["type"]), []).append(path.name)
-        has_usual_name = any(re.match(rf"{split}(-\*|$)", stem) for stem, _ in writings)  # not only train-a
-        if len(writings) > 1 and has_usual_name:
-            names = sorted(name for names in writings.values() for name in names)
-            yield error(
-                f"{name}: which file is {split}? {listed(names)}: keep one of them or, if all belong to "
-                f"{split}, name them {split}-0, {split}-1 and so on"
-            )
+        yield from missing_shards(name, files)
+        x.splits(name)
+        if x.files_read[name]:
+            yield from candidates(name, x.files_read[name], files)
+            yield from unread_files(x, name, files)
+        else:
+            yield from unread_splits(x, name, files)
 
 
 def missing_shards(name, files):
     """train-00000-of-00002 without its second half; train-0 and train-2 without train-1."""
     shards = {}
-    for split, path, match in files:
-        numbered = re.fullmatch(
-            r"(?:(.*?)-)??(?:part|shard|chunk)?[-_]?(\d+)(-of-(\d+)(-\w+)?)?", match["stem"]
-        )
-        if numbered and (split or numbered[4] or numbered[1] in ("train", "validation", "test")):
-            writing = f"{numbered[1] or path.parent.name}-*{numbered[3] and '-of-' + numbered[4] or ''}"
-            key = path.parent, f"{writing}.{match['type']}", int(numbered[4] or 0)
-            shards.setdefault(key, set()).add(int(numbered[2]))
-    for (_, writing, count), numbers in shards.items():  # they count from 0 or from 1
-        first = min(numbers, default=0)
+    for file in files:
+        if file.number is not None and (file.split or file.count):
+            shards.setdefault((file.path.parent, file.series, file.count), set()).add(file.number)
+    for (_, series, count), numbers in shards.items():  # they count from 0 or from 1
+        first = min(numbers)
+        gap = next((i for i in range(first, max(numbers)) if i not in numbers), None)
         if count and numbers not in ({*range(count)}, {*range(1, count + 1)}):
             there = len(numbers & {*range(count)})
-            yield error(f"{name}: {writing}: {there} of {count} parts are there")
-        elif not count and first < 2 and len(numbers) > 1 and max(numbers) - first >= len(numbers):
-            gap = min({*range(first, max(numbers))} - numbers)
-            yield error(f"{name}: {writing}: number {gap} is missing")
+            yield error(f"{name}: {series}: {there} of {count} parts are there")
+        elif not count and first < 2 and gap is not None:
+            yield error(f"{name}: {series}: number {gap} is missing")
 
 
-def merged_files(x, name, files):
-    """Files of train_sft and of train_gen in one folder: load_dataset makes one split train of them."""
-    for split, names in SPLIT_NAMES.items():
-        stems = sorted({re.sub(PART, "", match["stem"]) for found, _, match in files if found == split})
-        loaded = [known for known in x.other_splits.get(name, {}) if re.fullmatch(names, known)]
+def candidates(name, rows_of, files):
+    """Several files of a split are read. train.jsonl and train.csv may hold the same rows, as may shards.
+
+    rows_of: dict: path of a file that is read -> its rows
+    """
+    for split in ("train", "validation", "test"):
+        of_split = [file for file in files if file.path in rows_of and file.path.name.startswith(split)]
+        series = {file.series for file in of_split}
+        has_usual_name = any(re.match(rf"{split}(-\*|\.)", one) for one in series)  # not only train-a
+        if len(series) > 1 and has_usual_name:
+            yield error(
+                f"{name}: which file is {split}? {listed(file.path.name for file in of_split)}: keep one of "
+                f"them or, if all belong to {split}, name them {split}-0, {split}-1 and so on"
+            )
+        elif len(of_split) > 1:
+            texts = {file.path: {*map(repr, rows_of[file.path])} for file in of_split}
+            for path, other in itertools.permutations(texts, 2):
+                if len(texts[path] & texts[other]) > len(texts[path]) / 2:
+                    yield error(f"{path} repeats rows of {other.name}: remove one of them")
+                    break
+
+
+def unread_files(x, name, files):
+    """Files next to those whose rows are used."""
+    used = {id(row) for rows in x.splits(name) for row in rows}
+    read = {path for path, rows in x.files_read[name].items() if used & {*map(id, rows)}}
+    train = [file.path.name for file in files if file.path in read and file.split == "train"]
+    has_held_out = any(file.path in read and file.split == "held-out" for file in files)
+    for path, split in [(file.path, file.split) for file in files if file.path not in read]:
+        if split == "held-out" and not has_held_out:
+            yield error(
+                f"{path} is not read, and a random tenth of the training rows is held out instead: rename it "
+                "to test.jsonl (or test.csv)"
+            )
+        elif split == "train":
+            why = f"the training rows come from {listed(train)}" if train else "name it train.jsonl"
+            yield error(f"{path} is not read: {why}")
+        else:
+            yield remark(f"{path} is not read")
+
+
+def unread_splits(x, name, files):
+    """What load_dataset makes of a data set of the Hub, or of files with other names."""
+    if name in x.readers:
+        yield error(
+            f'{name} is read by the {x.readers[name]} reader of datasets, which turns "2024-01-15" into a '
+            "timestamp, NA into None and 007 into 7: name the files train.jsonl and test.jsonl"
+        )
+    kinds = sorted({file.type for file in files})
+    if len(kinds) > 1:
+        yield error(f"{name}: datasets reads files of one kind only, and there are {listed(kinds)}")
+    splits = x.other_splits[name]
+    for split in SPLIT_NAMES:
+        stems = sorted({file.stem for file in files if split_of(file.stem) == split})
+        loaded = [known for known in splits if split_of(known) == split]
         if len(loaded) < len(stems) > 1:
             yield error(f"{name}: {listed(stems)} are read as one split: keep the files of one of them")
-
-
-def same_rows_twice(files):
-    """Files of a split whose rows the others have too: each would count twice."""
-    splits = {}
-    for path, rows in files.items():
-        splits.setdefault(re.split(r"[-.]", path.name)[0], {})[path] = rows
-    for rows_of_file in filter(lambda files: len(files) > 1, splits.values()):
-        for text_of in (values_of, task_of):
-            texts = {path: {text_of(row) for row in rows} - {None} for path, rows in rows_of_file.items()}
-            repeats = []
-            for path in texts:
-                shared = {other: len(texts[path] & texts[other]) for other in texts if other != path}
-                others = set().union(*(texts[other] for other in shared))
-                if len(texts[path] & others) > len(texts[path]) / 2:
-                    repeats.append((path, max(shared, key=shared.get)))
-            if repeats:
-                path, other = repeats[-1]
-                if text_of is values_of:
-                    yield error(f"{path} repeats rows of {other.name}: remove one of them")
-                else:
-                    yield remark(f"{path} has the prompts of {other.name}: is one of them an older copy?")
-                break
-
-
-def values_of(row):
-    return repr(sorted(map(str, row.values())))
-
-
-def task_of(row):
-    """What two rows of one task have in common; None if there is no prompt or text."""
-    key = next((key for key in ("prompt", "text", "messages") if row.get(key)), None)
-    return key and repr(row[key])
-
-
-def unread_file(split, path, files, read):
-    """A file beside those whose rows are used."""
-    has_held_out = any(found == "held-out" and file.resolve() in read for found, file, _ in files)
-    if split == "held-out" and not has_held_out:
-        yield error(
-            f"{path} is not read, and a random tenth of the training rows is held out instead: rename it to "
-            "test.jsonl (or test.csv)"
-        )
-    elif split == "train":
-        used = [file.name for found, file, _ in files if found == split and file.resolve() in read]
-        why = f"the training rows come from {listed(used)}" if used else "name it train.jsonl"
-        yield error(f"{path} is not read: {why}")
-    else:
-        yield remark(f"{path} is not read")
-
-
-def unread_splits(x, name):
-    """Splits of a data set that load_dataset reads."""
-    if not can_be_loaded(x, name):
-        return
-    splits = x.other_splits.get(name, {})
-    names = [split for split in splits if split not in ("train", "reader")]
-    has_held_out = {"test", "validation"} & {*names}
-    for split in names:
-        is_held_out = re.fullmatch(SPLIT_NAMES["held-out"], split) and not has_held_out
-        if is_held_out and "train" in splits:
+    unread = [split for split in splits if split not in ("train", "validation", "test")]
+    is_tenth_held_out = "train" in splits and not {"validation", "test"} & {*splits}
+    for split in unread:
+        if is_tenth_held_out and split_of(split) == "held-out":
             yield error(
                 f"{name}: the split {split} is not read, and a random tenth of train is held out instead: "
                 "save the data with a split test"
             )
-    unread = [split for split in names if split not in ("test", "validation")]
     if unread:
         yield remark(f"{name}: these splits are not read: {listed(unread)}")
 
@@ -1238,7 +1178,7 @@ def check_loading(x):
     for name in x.data_sets.values():
         x.splits(name)
     if not x.train:
-        splits = [name for name in x.other_splits.get(x.args.dataset_name, {}) if name != "reader"]
+        splits = x.other_splits.get(x.args.dataset_name, {})
         hint = f", but the splits {listed(splits)}: save them as train.jsonl and test.jsonl" if splits else ""
         yield error(f"{x.args.dataset_name}: there are no training rows{hint}")
     if not x.held_out:
@@ -1275,7 +1215,6 @@ def check_held_out(x):
         yield error(f"{x.world} processes need as many held-out prompts; there are {len(x.held_out)}")
     key = next((name for name in ("prompt", "text", "messages") if name in x.columns), None)
     if key is None or x.flag("environment"):  # whose tasks differ in other columns
-        key = None
         key_of, have, what = repr, "are", "rows"
     else:
         key_of, what = lambda row: repr(row.get(key)), f"values in the column {key}"
@@ -1289,7 +1228,7 @@ def check_held_out(x):
         yield remark(f"the {len(held_out)} held-out rows contain only {len({*held_out})} different {what}")
     rows = Counter(map(repr, x.train))
     num_seen = sum(repr(row) in rows for row in x.held_out)
-    if num_seen and key is not None:  # not only the same prompts
+    if num_seen and key_of is not repr:  # not only the same prompts
         yield remark(f"{num_seen} of {len(x.held_out)} held-out rows are training rows")
     if len(rows) < len(x.train):
         yield remark(f"{len(x.train) - len(rows)} of {len(x.train)} training rows repeat another one")
@@ -1327,7 +1266,8 @@ def check_blank_values(x):
 def read_by_script(x):
     """The columns that a script reads itself. -> set"""
     if x.kind in ("grpo", "tools"):
-        return {"prompt"} if "prompt" in x.columns else template_columns(x)
+        template = string.Formatter().parse(x.flag("prompt_template") or "")
+        return {"prompt"} if "prompt" in x.columns else {name for _, name, _, _ in template if name}
     return {
         "sft": {"text", "prompt", "completion", "messages", "dialog"}
         | ({"tools"} if any(map(whole_chat, x.rows)) else set()),
@@ -1343,16 +1283,9 @@ def read_by_script(x):
     }[x.kind]
 
 
-def template_columns(x):
-    """The columns that --prompt-template names. -> set"""
-    return {name for _, name, _, _ in string.Formatter().parse(x.flag("prompt_template") or "") if name}
-
-
 def check_unread_columns(x):
     """A column that nobody reads: an instruction, a system prompt or a label that does not count."""
     unread = {*x.columns} - read_by_script(x)
-    if x.kind == "sft" and chats_of(x):
-        unread.discard("tools")  # the template's
     for function in reward_callables(x):
         names = inspect.signature(function).parameters
         named = {name for name, p in names.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
@@ -3650,7 +3583,7 @@ def show_data(x):
     for flag, name in x.data_sets.items():
         train, held_out = x.splits(name)
         files = [path.name for path in x.files_read[name]]
-        splits = [split for split in x.other_splits.get(name, {}) if split != "reader"]
+        splits = x.other_splits.get(name, {})
         numbers = f"{len(train)} training, {len(held_out)} held out"
         yield f"{flag_name(flag)} {name}: {listed(files or splits)} -> {numbers}"
         folder = find_path(x, name)

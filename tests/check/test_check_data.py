@@ -147,13 +147,6 @@ def test_rows_in_other_parts(look):
     assert_only(look(**parts, test_jsonl=reviews(3, 20)), "repeats rows of")
 
 
-def test_prompts_in_two_parts(look):
-    """Another column, or an edited one, makes other rows of the same texts."""
-    rows = [row | dict(source="x") for row in reviews(5)]
-    found = look(train__v1_jsonl=reviews(5), train__v2_jsonl=rows, test_jsonl=reviews(3, 9))
-    assert_remark(found, "train-v2.jsonl has the prompts of train-v1.jsonl")
-
-
 def test_rows_in_two_shards(look):
     """The second shard repeats two of three rows."""
     found = look(train__1_jsonl=reviews(5), train__2_jsonl=reviews(3, 3), test_jsonl=reviews(3, 9))
@@ -192,6 +185,12 @@ def test_a_line_of_a_table(look, row, line):
 def test_a_table_with_semicolons(look):
     found = look(train_csv=f"text;label\n{LONG};0\n", test_jsonl=reviews(3, 9))
     assert any("has one column, 'text;label'" in text for text in texts(found))
+
+
+def test_a_table_that_nobody_reads(look):
+    """It may be of any form."""
+    found = look(train_jsonl=reviews(9), test_jsonl=reviews(3, 20), raw_csv="text;label\na,b;0\n")
+    assert_remark(found, "raw.csv is not read")
 
 
 @pytest.mark.parametrize("name", ["rows.json", "train.json"])

@@ -53,6 +53,7 @@ CASES = {
     "stop token": ("ppo_sentiment", dict(stop_token_id=[5, 1024]), "--stop-token-id 1024"),
     "no stop token": ("rloo_tldr", dict(stop_token_id=[]), "--stop-token-id needs an id"),
     "optimizer": ("sft", dict(optimizer="torch.optim.Adamm"), "torch.optim has no Adamm"),
+    "optimizer without a module": ("sft", dict(optimizer="Adam"), "--optimizer Adam: name its module too"),
     "optimizer's package": ("sft", dict(optimizer="nobody.Adam"), "needs the package 'nobody'"),
     "targets": ("sft", dict(lora_r=4, lora_target_modules="c_attn,q_proj"), "q_proj matches no layer"),
     "head": ("ppo_sentiment", dict(lora_r=4, lora_target_modules="c_attn,lm_head"), "lm_head: embeddings"),

@@ -919,8 +919,8 @@ check.Inputs.splits: csv in other files is read by datasets
   + {"json"}
 check.candidates: of two files of a split, both are read
   faults/test_public_reports.py::test_files_of_several_kinds
-  - len(writings) > 1
-  + len(writings) > 9
+  - len(series) > 1
+  + len(series) > 9
 check.bad_csv_lines: a csv row with a value too many is read (trap 50, TypeError)
   faults/test_public_reports.py::test_a_csv_file_that_does_not_fit_its_header
   - len(cells) != len(header)
