@@ -704,11 +704,8 @@ def check_python(x):
 def check_numbers(x):
     """Numbers that make no sense: a run would train on nothing, or backwards, without a word."""
     for name, value in vars(x.args).items():
-        is_empty = value == "" or isinstance(value, list) and "" in value
-        if is_empty and name not in (
-            *MAY_BE_EMPTY,
-            *FUNCTION_FLAGS,
-        ):  # a shell variable that is not set?
+        is_empty = value == "" or isinstance(value, list) and "" in value  # a shell variable that is not set?
+        if is_empty and name not in (*MAY_BE_EMPTY, *FUNCTION_FLAGS):
             yield error(f"{flag_name(name)} is empty: leave the flag out, or give it a value")
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             continue
@@ -771,6 +768,10 @@ def check_reward_weights(x):
     if x.kind != "tools" and x.flag("reward_fn") == []:
         yield error("--reward-fn names no function")
     if x.kind == "tools" and x.args.environment and hasattr(environment_class(x), "get_reward"):
+        if any(name.endswith(":environment") for name in names):
+            yield error(
+                "--reward-fn: rename the function environment: get_reward() of the environment has that name"
+            )
         names.append("get_reward()")
     if weights is None:
         return
@@ -1086,15 +1087,18 @@ def check_splits(x):
 
 
 def missing_shards(name, files):
-    """train-00000-of-00002 without its second half; train-0 and train-2 without train-1."""
+    """train-00000-of-00002 without its second half; train-0 and train-2 without train-1; a number twice."""
     shards = {}
     for file in files:
         if file.number is not None and (file.split or file.count):
-            shards.setdefault((file.path.parent, file.series, file.count), set()).add(file.number)
-    for (_, series, count), numbers in shards.items():  # they count from 0 or from 1
+            shards.setdefault((file.path.parent, file.series, file.count), []).append(file.number)
+    for (_, series, count), all_numbers in shards.items():  # they count from 0 or from 1
+        numbers = {*all_numbers}
         first = min(numbers)
         gap = next((i for i in range(first, max(numbers)) if i not in numbers), None)
-        if count and numbers not in ({*range(count)}, {*range(1, count + 1)}):
+        if len(numbers) < len(all_numbers):
+            yield error(f"{name}: {series}: a number is there twice: remove one of the two writings")
+        elif count and numbers not in ({*range(count)}, {*range(1, count + 1)}):
             there = len(numbers & {*range(count)})
             yield error(f"{name}: {series}: {there} of {count} parts are there")
         elif not count and first < 2 and gap is not None:
@@ -1117,9 +1121,10 @@ def candidates(name, rows_of, files):
             )
         elif len(of_split) > 1:
             texts = {file.path: {*map(repr, rows_of[file.path])} for file in of_split}
-            for path, other in itertools.permutations(texts, 2):
-                if len(texts[path] & texts[other]) > len(texts[path]) / 2:
-                    yield error(f"{path} repeats rows of {other.name}: remove one of them")
+            for path in texts:
+                others = set().union(*(texts[other] for other in texts if other != path))
+                if len(texts[path] & others) > len(texts[path]) / 2:
+                    yield error(f"{path} repeats rows of other files of {split}: remove what is there twice")
                     break
 
 

@@ -139,18 +139,27 @@ def test_one_part_as_a_data_set(scripts, small, tmp_path):
     assert_remark(found, "is one of 3 parts")
 
 
-def test_rows_in_other_parts(look):
-    """Two writings of the same rows, in two and in three parts."""
+def test_a_part_of_an_older_writing(look):
+    """Once there were three parts, each with every third row. The new writing has two; the third remains."""
     rows = reviews(12)
-    parts = dict(train__0_jsonl=rows[:6], train__1_jsonl=rows[6:])
-    parts |= {f"train__0{i}_jsonl": rows[4 * i : 4 * i + 4] for i in range(3)}
-    assert_only(look(**parts, test_jsonl=reviews(3, 20)), "repeats rows of")
+    parts = dict(train__0_jsonl=rows[::2], train__1_jsonl=rows[1::2], train__2_jsonl=rows[2::3])
+    assert_only(
+        look(**parts, test_jsonl=reviews(3, 20)), "train-2.jsonl repeats rows of other files of train"
+    )
+
+
+def test_two_parts_with_one_number(look):
+    """The second writing has another column, so no row is equal."""
+    rows = [row | dict(source="x") for row in reviews(6)]
+    parts = dict(train__0_jsonl=reviews(6)[:3], train__1_jsonl=reviews(6)[3:])
+    parts |= dict(train__00_jsonl=rows[:4], train__01_jsonl=rows[4:])
+    assert_only(look(**parts, test_jsonl=reviews(3, 20)), "train-*.jsonl: a number is there twice")
 
 
 def test_rows_in_two_shards(look):
     """The second shard repeats two of three rows."""
     found = look(train__1_jsonl=reviews(5), train__2_jsonl=reviews(3, 3), test_jsonl=reviews(3, 9))
-    assert_only(found, "train-2.jsonl repeats rows of train-1.jsonl")
+    assert_only(found, "train-2.jsonl repeats rows of other files of train")
 
 
 @pytest.mark.parametrize("name", ["eval", "heldout", "test_sft"])

@@ -253,6 +253,16 @@ def test_functions_of_other_scripts(scripts, small, tmp_path, script):
     assert_only(findings(scripts[script], small(script, reward_fn=bad)), "cannot score")
 
 
+def test_a_function_with_the_name_of_the_environments_reward(scripts, small, tmp_path):
+    """get_reward() would replace it."""
+    (tmp_path / "rules.py").write_text(
+        "def environment(completions, **columns):\n    return [float(len(text)) for text in completions]\n"
+    )
+    flags = guesses(tmp_path) | dict(reward_fn=[f"{tmp_path}/rules.py:environment"])
+    found = findings(scripts["grpo_tools"], small("grpo_tools", **flags))
+    assert any("rename the function environment" in text for text in texts(found)), found
+
+
 def test_the_judge_of_dpo(scripts, small, tmp_path):
     """It is asked at the very end of a run."""
     judge = reward_file(tmp_path, "return [1.0] * (len(prompts) + 1)")
