@@ -2025,12 +2025,6 @@ def check_dialogs(x):
                     f"--utterance-end {args.utterance_end!r} is no token of {x.tokenizer_name}, which writes "
                     f"it as {tokens}: fine-tuning (sft.py --utterance-end) must have used the same mark"
                 )
-    num_special = len(x.tokenizer("").input_ids)
-    if x.kind == "ppo_dialog" and 0 < args.max_prompt_length <= num_special:
-        yield error(
-            f"--max-prompt-length {args.max_prompt_length} must be more than {num_special}, the number of "
-            "special tokens of a prompt: else it would not be cut at all"
-        )
     for row, _, acts in x.script.load_dialogs(x.rows) if names else []:
         for act in (acts or [])[1:]:  # the first utterance is no answer
             if act is not None and act not in range(1, len(names) + 1):
@@ -2169,15 +2163,7 @@ def longest_text(x):
     longest = args.max_prompt_length + args.response_length
     if x.kind == "tools" and args.environment:
         longest += args.max_tool_tokens  # what reset() says
-    if x.kind == "tools" and has_learned_positions(x.model):
-        longest += args.response_length  # turns are sampled up to the longest one; the rest is cut off
     return longest, "--max-prompt-length or --response-length"
-
-
-def has_learned_positions(model):
-    """True if a model has a table of positions, so that one position more is an IndexError."""
-    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Embedding)]
-    return any(re.search(r"wpe|pos", name) for name in names)
 
 
 def check_context(x):
