@@ -1328,6 +1328,8 @@ SYNONYMS = {  # roles of other formats, which no template of a Hub model means
     *("gpt", "bot", "model", "ai", "chatgpt", "human", "Human", "User", "Assistant", "System", "USER"),
     *("ASSISTANT", "SYSTEM", "user ", "assistant ", "prompter", "question", "answer"),
 }
+QUESTION = {"role": "user", "content": "Q"}
+MARKER = "c47b1e0f"  # in place of a message, to see whether the template writes it
 
 
 @once
@@ -1362,7 +1364,7 @@ def check_messages(x):
     """Messages whose content is no text, and parts that the template does not read: written as Python prints
     them, or ignored.
     """
-    template = str(getattr(x.tokenizer, "chat_template", None) or "")
+    template = str(x.tokenizer.chat_template or "")
     if chats_of(x) and not template:
         row, column, _ = chats_of(x)[0]
         yield error(
@@ -1391,55 +1393,46 @@ def check_messages(x):
 
 def writes_calls_alone(x, message):
     """True if the template writes a message with calls alike, whether its content is null or empty."""
-    texts = []
-    for content in (None, ""):
-        chat = [{"role": "user", "content": "Q"}, message | {"content": content}]
-        with contextlib.suppress(Exception):
-            texts.append(x.tokenizer.apply_chat_template(chat, tokenize=False))
-    return len(texts) == 2 and texts[0] == texts[1]
+    null, empty = (rendered(x, {}, [QUESTION, message | {"content": content}]) for content in (None, ""))
+    return null is not None and null == empty
 
 
 def check_roles(x):
     """A role that is not the assistant's is not learned, and a template may write it as any other."""
     known = {"system", "user", "assistant", "tool", "developer", "ipython", "function"}
-    unknown = {}
+    seen = {*known}
     for row, column, chat in chats_of(x):
-        for message in chat:
-            role = message.get("role")
-            if role not in known:
-                unknown.setdefault(role, (row, column))
-    for role, (row, column) in unknown.items():
-        text = f"{x.place(row)}, column {column}: a message has the role {role!r}"
-        if role is None or role in SYNONYMS or str(role).strip().lower() in known:
-            yield error(f"{text}; roles must be system, user, assistant and tool")
-        else:
-            yield remark(f"{text}: only what the assistant writes is learned")
+        for role in [message.get("role") for message in chat]:
+            if role in seen:
+                continue
+            seen.add(role)
+            text = f"{x.place(row)}, column {column}: a message has the role {role!r}"
+            if role is None or role in SYNONYMS or str(role).strip().lower() in known:
+                yield error(f"{text}; roles must be system, user, assistant and tool")
+            else:
+                yield remark(f"{text}: only what the assistant writes is learned")
 
 
 def check_written_messages(x):
     """Messages that the chat template leaves out: a system prompt that the model never sees, for example."""
-    chats = {}
+    chats = {}  # one for each sequence of roles
     for row, column, chat in chats_of(x):
         if column == "prompt" or not is_messages(row.get("prompt")):  # otherwise, it is only the end of one
-            roles = tuple(str(message.get("role")) for message in chat)
-            chats.setdefault(roles, (f"{x.place(row)}, column {column}: ", row, chat))
+            chats.setdefault(roles_of(chat), (f"{x.place(row)}, column {column}: ", row, chat))
     if x.flag("system_prompt"):
         for roles, prompt in prompts_by_roles(x).items():
             chats.setdefault(roles, ("", {}, prompt))
-    left_out = {}
+    seen = {"assistant"}
     for roles, (place, row, chat) in [*chats.items()][:20]:
-        for role in [role for role in dict.fromkeys(roles) if role not in ("assistant", *left_out)]:
-            for i in (roles.index(role), len(roles) - 1 - roles[::-1].index(role)):  # the first, the last
-                others = [dict(message) for message in chat]
-                others[i]["content"] = MARKER
-                text = rendered(x, row, others)
-                if text is not None and MARKER not in text and not is_blank(chat[i].get("content")):
-                    left_out[role] = place
-    for role, place in left_out.items():
-        yield error(f"{place}the chat template leaves out the message of the role {role}: nobody reads it")
-
-
-MARKER = "c47b1e0f"  # in place of a message, to see whether the template writes it
+        for i, role in enumerate(roles):
+            if role in seen or is_blank(chat[i].get("content")):
+                continue
+            text = rendered(x, row, [*chat[:i], chat[i] | {"content": MARKER}, *chat[i + 1 :]])
+            if text is not None and MARKER not in text:
+                seen.add(role)
+                yield error(
+                    f"{place}the chat template leaves out the message of the role {role}: nobody reads it"
+                )
 
 
 def check_chat_columns(x):
@@ -1459,29 +1452,35 @@ def check_chat_columns(x):
                 yield error(f"{x.place(row)}: the chat template does not show the column tools")
 
 
-def rendered(x, row, chat):
+def rendered(x, row, chat, **options):
     """The text of a chat with the row's tools; None if the chat template cannot write it."""
     schemas = row.get("tools") or None
     try:
         schemas = json.loads(schemas) if isinstance(schemas, str) else schemas
-        return x.tokenizer.apply_chat_template(chat, tools=schemas, tokenize=False)
+        return x.tokenizer.apply_chat_template(chat, tools=schemas, tokenize=False, **options)
     except Exception:
         return None  # reported for the whole row
 
 
 def check_calls(x):
     """Calls that the template writes otherwise than the policy should, in the first 100 chats with calls."""
-    with_calls = [found for found in chats_of(x) if any(message.get("tool_calls") for message in found[2])]
+    with_calls = [found for found in chats_of(x) if functions_in(found[2])]
     seen = set()
     for row, column, chat in with_calls[:100]:
-        loaded = [with_loaded_arguments(message) for message in chat]
+        loaded = copy.deepcopy(chat)
+        for function in functions_in(loaded):
+            if isinstance(function.get("arguments"), str):
+                function["arguments"] = json_of(function["arguments"])
         problems = []
         if rendered(x, row, chat) != rendered(x, row, loaded):
             problems.append(
                 "the arguments of a call are a JSON text, which the chat template writes in quotes: load it"
             )
         tools = row.get("tools")
-        has_null = null_argument(loaded) or isinstance(tools, list) and ": null" in json.dumps(tools)
+        has_null = isinstance(tools, list) and ": null" in json.dumps(tools)
+        has_null |= any(
+            None in (function.get("arguments") or {}).values() for function in functions_in(loaded)
+        )
         if has_null and "jsonl" not in x.place(row):
             problems.append("a call or a tool has null: Arrow fills in what other rows have. Use jsonl files")
         for problem in problems:
@@ -1490,7 +1489,8 @@ def check_calls(x):
                 yield error(f"{x.place(row)}, column {column}: {problem}")
     for row, _, chat in with_calls if x.kind == "sft" else []:
         told = " ".join(str(message.get("content")) for message in chat if message.get("role") != "assistant")
-        unknown = sorted(name for name in called(chat) if name not in told)
+        names = {str(function.get("name")) for function in functions_in(chat)}
+        unknown = sorted(name for name in names if name not in told)
         if unknown and not row.get("tools"):
             yield remark(
                 f"{x.place(row)} calls {listed(unknown)}, and has no column tools: its prompt lacks what the "
@@ -1499,28 +1499,10 @@ def check_calls(x):
             return
 
 
-def called(chat):
-    """The names of the functions that a chat calls. -> set"""
+def functions_in(chat):
+    """The functions that a chat calls, with their arguments. -> list of dict"""
     calls = [call for message in chat for call in message.get("tool_calls") or []]
-    return {str(call.get("function", call).get("name")) for call in calls}
-
-
-def with_loaded_arguments(message):
-    """A message whose calls have their arguments as a dict."""
-    calls = copy.deepcopy(message.get("tool_calls"))
-    if not calls:
-        return message
-    for call in calls:
-        function = call.get("function", call)
-        if isinstance(function.get("arguments"), str):
-            function["arguments"] = json_of(function["arguments"])
-    return message | {"tool_calls": calls}
-
-
-def null_argument(messages):
-    """True if an argument of a call is None."""
-    calls = [call for message in messages for call in message.get("tool_calls") or []]
-    return any(None in (call.get("function", call).get("arguments") or {}).values() for call in calls)
+    return [call.get("function", call) for call in calls]
 
 
 def check_begun_answers(x):
@@ -1528,22 +1510,21 @@ def check_begun_answers(x):
     for row, column, chat in chats_of(x):
         if column != "prompt" or chat[-1].get("role") != "assistant":
             continue
+        problem = None
         if is_blank(chat[-1].get("content")):
-            yield error(
-                f"{x.place(row)}: the prompt ends with an empty message of the assistant, which some chat "
-                "templates write otherwise than the beginning of an answer: remove it"
+            problem = (
+                "the prompt ends with an empty message of the assistant, which some chat templates write "
+                "otherwise than the beginning of an answer: remove it"
             )
-            return
-        if x.kind in ("dpo", "reward_model", "sft", "tools"):
-            yield error(
-                f"{x.place(row)}: the prompt ends with the assistant: move that message to the response"
-            )
-            return
-        try:
-            with quiet():
+        elif x.kind in ("dpo", "reward_model", "sft", "tools"):
+            problem = "the prompt ends with the assistant: move that message to the response"
+        else:
+            try:
                 x.script.tokenize_prompt(x.tokenizer, chat)
-        except Exception as problem:
-            yield error(f"{x.place(row)}: the chat template cannot go on with a begun answer ({problem})")
+            except Exception as failure:
+                problem = f"the chat template cannot go on with a begun answer ({failure})"
+        if problem is not None:
+            yield error(f"{x.place(row)}: {problem}")
             return
 
 
@@ -1572,11 +1553,10 @@ def check_date(x):
     """A chat template that writes today's date (Llama 3.1): tomorrow, all prompts differ."""
     if not x.tokenizer.chat_template or not (x.kind in ("grpo", "tools") or chats_of(x)):
         return
-    chat = [{"role": "user", "content": "x"}]
     clock = mock.Mock(now=lambda: datetime.datetime(2001, 2, 3))
     with mock.patch.object(transformers.utils.chat_template_utils, "datetime", clock):
-        other_day = rendered(x, {}, chat)
-    if other_day != rendered(x, {}, chat):
+        other_day = rendered(x, {}, [QUESTION])
+    if other_day != rendered(x, {}, [QUESTION]):
         yield remark(
             "the chat template writes today's date: prompts change from day to day, also in a resumed run. "
             "If the template has an option for it, set it: "
@@ -1591,7 +1571,7 @@ def check_learned_answers(x):
     num_answers = num_learned = 0
     first = None
     for example in x.examples("train"):
-        messages = example.row.get("messages") or chat_of_completion(example.row)
+        messages = example.row.get("messages") or example.row.get("completion")
         if not is_messages(messages) or not example.is_kept or example.note:  # a cut is reported by itself
             continue
         answers = sum(message.get("role") == "assistant" for message in messages)
@@ -1611,16 +1591,13 @@ def check_learned_answers(x):
         )
 
 
-def chat_of_completion(row):
-    completion = row.get("completion")
-    return completion if is_messages(completion) else None
-
-
 def check_end_of_answers(x):
     """A template without a token that ends an answer, or with more text after it."""
     if not chats_of(x):
         return
-    end, special = end_in_template(x), special_ids(x.tokenizer)
+    chat = [QUESTION, {"role": "assistant", "content": MARKER}]
+    _, _, after = x.tokenizer.apply_chat_template(chat, tokenize=False).partition(MARKER)
+    end, special = x.tokenizer(after, add_special_tokens=False).input_ids, special_ids(x.tokenizer)
     places = [place for place, token in enumerate(end) if token in special]
     if not places:
         text = f"with {x.tokenizer.decode(end)!r}, which has no control token" if end else "with nothing"
@@ -1635,17 +1612,9 @@ def check_end_of_answers(x):
         )
 
 
-def end_in_template(x):
-    """The tokens that the template writes after an answer. -> list"""
-    chat = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "ANSWER"}]
-    _, _, end = x.tokenizer.apply_chat_template(chat, tokenize=False).partition("ANSWER")
-    return x.tokenizer(end, add_special_tokens=False).input_ids
-
-
 def check_written_answers(x):
     """Last answers that are empty, or of which the template leaves out a part, such as a thought."""
-    chats = [(row, column, chat) for row, column, chat in chats_of(x) if column != "prompt"]
-    chats = [found for found in chats if found[2][-1].get("role") == "assistant"]
+    chats = [found for found in chats_of(x) if found[1] != "prompt" and roles_of(found[2])[-1] == "assistant"]
     empty, shortened = [], []
     for row, column, chat in chats[:: len(chats) // (QUICK_ROWS if x.is_quick else MOST_ROWS) + 1]:
         content, prompt = chat[-1].get("content"), row.get("prompt")
@@ -1654,7 +1623,7 @@ def check_written_answers(x):
         if not isinstance(content, str):
             continue  # check_messages says so
         if not has_question(chat):  # which is elsewhere
-            chat = [*(prompt if is_messages(prompt) else [{"role": "user", "content": "Q"}]), *chat]
+            chat = [*(prompt if is_messages(prompt) else [QUESTION]), *chat]
         text = rendered(x, row, chat)
         if text is not None and "".join(content.split()) not in "".join(text.split()):
             shortened.append((row, column, content))
@@ -1672,21 +1641,15 @@ def check_beginning_of_answers(x):
     """An answer must begin where a prompt ends, or rollouts and answers of the data differ."""
     if not x.tokenizer.chat_template or not (x.kind in ("grpo", "tools") or chats_of(x)):
         return
-    question = {"role": "user", "content": "Q"}
-    answer = {"role": "assistant", "content": MARKER}
-    try:
-        prompt = x.tokenizer.apply_chat_template([question], tokenize=False, add_generation_prompt=True)
-        bare = x.tokenizer.apply_chat_template([question], tokenize=False)
-        text = x.tokenizer.apply_chat_template([question, answer], tokenize=False)
-    except TemplateError:
-        return  # reported for the rows
-    begin, marker, _ = text.partition(MARKER)
+    prompt = rendered(x, {}, [QUESTION], add_generation_prompt=True)
+    text = rendered(x, {}, [QUESTION, {"role": "assistant", "content": MARKER}])
+    begin, marker, _ = (text or "").partition(MARKER)
+    if prompt is None or not marker:
+        return  # check_written_answers says so, or it is reported for the rows
     header = begin.removeprefix(prompt)
-    if not marker:
-        return  # check_written_answers says so
     if header != begin and re.search(r"\w", re.sub("</?think>", "", header)):
         # Otherwise, it is the policy's: gpt-oss names its channels itself.
-        is_ignored = prompt == bare
+        is_ignored = prompt == rendered(x, {}, [QUESTION])
         fix = ". It belongs in {% if add_generation_prompt %}" if is_ignored else ""
         yield (error if is_ignored and x.kind in ("rloo", "grpo", "tools") else remark)(
             f"after a prompt, the chat template writes {header!r} before an answer: the policy has to write "
@@ -1703,25 +1666,19 @@ def check_beginning_of_answers(x):
 def check_control_tokens(x):
     """Text of a user that the tokenizer reads as a control token: it can end or open a turn."""
     tokenizer = x.tokenizer
-    tokens = [token for token in tokenizer.convert_ids_to_tokens(sorted(special_ids(tokenizer))) if token]
-    tokens = [token for token in tokens if len(token) > 2]
+    tokens = tokenizer.convert_ids_to_tokens(sorted(special_ids(tokenizer)))
+    tokens = [token for token in tokens if len(token or "") > 2]
     if not tokens:
         return
     pattern = re.compile("|".join(map(re.escape, tokens)))
-    found = []
-    for row, _, chat in chats_of(x):
-        for message in chat:
-            match = pattern.search(str(message.get("content")))
-            if match:
-                found.append((row, match[0]))
+    texts = [(row, str(message.get("content"))) for row, _, chat in chats_of(x) for message in chat]
     for column in sorted(read_by_script(x)):
         for row in x.rows + x.harder:
             value = row.get(column)
             for text in value if isinstance(value, list) else [value]:  # responses, utterances
                 if isinstance(text, str):
-                    match = pattern.search(text.strip().removesuffix(tokenizer.eos_token or " "))
-                    if match:
-                        found.append((row, match[0]))
+                    texts.append((row, text.strip().removesuffix(tokenizer.eos_token or "")))
+    found = [(row, match[0]) for row, text in texts if (match := pattern.search(text))]
     if found:
         row, token = found[0]
         count = len({id(row) for row, _ in found})
@@ -1733,20 +1690,6 @@ def check_control_tokens(x):
 # ---- Preferences -------------------------------------------------------------------------------------------
 
 
-def preference_rows(x):
-    """The rows with chosen and rejected, or responses. -> list of (row, responses)"""
-    found = []
-    for row in x.rows:
-        responses = row.get("responses")
-        if not is_blank(row.get("chosen")):
-            responses = [row["chosen"], row.get("rejected")]
-        if isinstance(responses, list):
-            responses = [response for response in responses if not is_blank(response)]
-            if len(responses) > 1:
-                found.append((row, responses))
-    return found
-
-
 def uses_preferences(x):
     return x.kind == "dpo" or x.kind == "reward_model" and {*x.columns} & {"chosen", "responses"}
 
@@ -1755,17 +1698,17 @@ def check_preferences(x):
     """A prompt that is read twice, or not at all; responses that are equal or of two kinds."""
     if not uses_preferences(x):
         return
-    rows = preference_rows(x)
-    texts = [(row, responses) for row, responses in rows if all(isinstance(r, str) for r in responses)]
-    for row, responses in rows:
-        if len({isinstance(response, str) for response in responses}) > 1:
-            yield error(f"{x.place(row)}: some responses are texts, others are lists")
-            return
+    rows = [(row, responses) for row, _, responses in x.script.read_preferences(x.rows)]
+    mixed = [row for row, responses in rows if len({isinstance(one, str) for one in responses}) > 1]
+    if mixed:
+        yield error(f"{x.place(mixed[0])}: some responses are texts, others are lists")
+        return
     equal = [row for row, responses in rows if responses[0] == responses[-1]]
     if equal:
         yield remark(
             f"{len(equal)} rows have equal responses and are left out; the first is {x.place(equal[0])}"
         )
+    texts = [(row, responses) for row, responses in rows if isinstance(responses[0], str)]
     repeated = [
         row
         for row, responses in texts
@@ -1780,11 +1723,10 @@ def check_preferences(x):
     if "prompt" not in x.columns:
         yield from prompts_elsewhere(x, rows)
     for row, responses in rows:
-        prompt = row.get("prompt")
-        if is_messages(responses[0]) and is_messages(prompt):
-            if has_question(responses[0]) and any(message.get("role") == "user" for message in prompt):
-                yield error(f"{x.place(row)}: the responses contain their prompt: empty the column prompt")
-                return
+        prompt = row.get("prompt") if is_messages(row.get("prompt")) else []
+        if "user" in roles_of(prompt) and is_messages(responses[0]) and has_question(responses[0]):
+            yield error(f"{x.place(row)}: the responses contain their prompt: empty the column prompt")
+            return
 
 
 def contradictions(x, rows):
@@ -1813,10 +1755,11 @@ def check_shuffled(x):
     """
     if not uses_preferences(x):
         return
-    rows = [(row["prompt"], row["chosen"], row["rejected"]) for row in x.sample(x.rows) if is_full_pair(row)]
+    rows = [[row.get(name) for name in ("prompt", "chosen", "rejected")] for row in x.sample(x.rows)]
+    rows = [[*map(words_of, values)] for values in rows if not any(map(is_blank, values))]
     if len(rows) < 50:
         return
-    prompts, *responses = [[words_of(value) for value in column] for column in zip(*rows)]
+    prompts, *responses = zip(*rows)
     surplus = {name: own_surplus(prompts, column) for name, column in zip(("chosen", "rejected"), responses)}
     for name, other in (("chosen", "rejected"), ("rejected", "chosen")):
         if surplus[name] < 2 and surplus[other] > 8:
@@ -1824,10 +1767,6 @@ def check_shuffled(x):
                 f"the column {name} shares no more words with its own prompt than with those of other rows "
                 f"({surplus[name]:.1f} standard errors more; {other}: {surplus[other]:.1f}): was it shuffled?"
             )
-
-
-def is_full_pair(row):
-    return not any(is_blank(row.get(column)) for column in ("prompt", "chosen", "rejected"))
 
 
 def words_of(value):
@@ -1845,15 +1784,19 @@ def own_surplus(prompts, responses):
         (len(words & own) - len(words & other)) / max(len(words), 1)
         for words, own, other in zip(responses, prompts, others)
     ]
-    differences = torch.tensor(differences, dtype=torch.float64)
-    error_of_mean = differences.std() / len(differences) ** 0.5
-    return (differences.mean() / error_of_mean.clamp(min=1e-9)).item()
+    error_of_mean = statistics.stdev(differences) / len(differences) ** 0.5
+    return statistics.fmean(differences) / max(error_of_mean, 1e-9)
+
+
+def roles_of(chat):
+    """The roles of a chat's messages. -> tuple of str"""
+    return tuple(str(message.get("role")) for message in chat)
 
 
 def has_question(chat):
     """True if the user speaks before the assistant does."""
-    roles = [message.get("role") for message in chat]
-    return "user" in roles[: [*roles, "assistant"].index("assistant")]
+    roles = roles_of(chat)
+    return "user" in roles[: (*roles, "assistant").index("assistant")]
 
 
 USUAL_PROMPTS = ("question", "instruction", "query", "input", "messages", "context")
@@ -1866,28 +1809,26 @@ def last_text(value):
 
 def prompts_elsewhere(x, rows):
     """Without a column prompt, it is what the responses have in common, or their first messages."""
-    chats = [row for row, responses in rows if is_messages(responses[0]) and not has_question(responses[0])]
-    texts = [(row, responses) for row, responses in rows if not is_messages(responses[0])]
-    texts = [row for row, responses in texts if len(os.path.commonprefix(responses)) < 8]  # by chance
-    alone = [*chats, *texts]
     others = [name for name in x.columns if name not in ("chosen", "rejected", "responses")]
     others = [name for name in others if any(isinstance(row.get(name), (str, list)) for row in x.rows[:100])]
     usual = [name for name in others if name in USUAL_PROMPTS]
-    # Responses that begin alike, but in all rows, as in "<answer>", with the question in another column.
-    begins = [os.path.commonprefix(responses) for row, responses in rows if not is_messages(responses[0])]
-    of_all = len(os.path.commonprefix(begins))
-    missed = []
+    begins = [os.path.commonprefix(responses) for _, responses in rows if not is_messages(responses[0])]
+    of_all = len(os.path.commonprefix(begins))  # of responses that begin alike in all rows, as in "<answer>"
+    chats, texts = [], []  # rows without a prompt
     for row, responses in rows:
-        begin = "" if is_messages(responses[0]) else os.path.commonprefix(responses)
-        questions = [last_text(row.get(name)) for name in usual]
-        if 0 < len(begin) < of_all + 8 and any(question and question not in begin for question in questions):
-            missed.append(row)
-    alone = alone or missed
-    if chats or len(texts) > len(rows) / 2 or len(missed) > len(rows) / 2:
+        if is_messages(responses[0]):
+            chats += [] if has_question(responses[0]) else [row]
+            continue
+        begin = os.path.commonprefix(responses)
+        questions = filter(None, (last_text(row.get(name)) for name in usual))
+        # Fewer than 8 letters are alike by chance.
+        if len(begin) < 8 or len(begin) < of_all + 8 and any(question not in begin for question in questions):
+            texts.append(row)
+    if chats or len(texts) > len(rows) / 2:
         hint = f"rename one of {listed(others)} to prompt" if others else "add a column prompt"
         yield error(
-            f"{x.args.dataset_name} has no column prompt, and the responses of {len(alone)} of {len(rows)} "
-            f"rows hold none ({x.place(alone[0])}): {hint}"
+            f"{x.args.dataset_name} has no column prompt, and the responses of {len(chats + texts)} of "
+            f"{len(rows)} rows hold none ({x.place((chats + texts)[0])}): {hint}"
         )
     elif usual:
         yield remark(f"the prompt is the beginning that the responses share; {listed(others)} are not read")
@@ -1895,11 +1836,10 @@ def prompts_elsewhere(x, rows):
 
 def check_completions(x):
     """A completion that begins with its prompt, so that it would be read twice; no reference for a judge."""
-    sets = {"dataset_name": x.rows if x.kind in ("sft", "rloo") else []}
-    for flag in ("eval_dataset_name", "center_dataset_name"):
+    sets = {"dataset_name": x.rows} if x.kind in ("sft", "rloo") else {}
+    for i, flag in enumerate(("center_dataset_name", "eval_dataset_name")):  # training, held-out rows
         if x.flag(flag):
-            train, held_out = x.splits(x.flag(flag))
-            sets[flag] = held_out if flag == "eval_dataset_name" else train
+            sets[flag] = x.splits(x.flag(flag))[i]
     for flag, rows in sets.items():
         pairs = [(row, row["prompt"], row["completion"]) for row in rows if has_completion(row)]
         repeated = [row for row, prompt, completion in pairs if completion[: len(prompt)] == prompt]
@@ -2023,14 +1963,7 @@ def check_dialogs(x):
                     f"--utterance-end {args.utterance_end!r} is no token of {x.tokenizer_name}, which writes "
                     f"it as {tokens}: fine-tuning (sft.py --utterance-end) must have used the same mark"
                 )
-    num_special = len(x.tokenizer("").input_ids)
-    if x.kind == "ppo_dialog" and 0 < args.max_prompt_length <= num_special:
-        yield error(
-            f"--max-prompt-length {args.max_prompt_length} must be more than {num_special}, the number of "
-            "special tokens of a prompt: else it would not be cut at all"
-        )
-    dialogs = x.script.load_dialogs(x.rows) if names else []
-    for row, _, acts in dialogs:
+    for row, _, acts in x.script.load_dialogs(x.rows) if names else []:
         for act in (acts or [])[1:]:  # the first utterance is no answer
             if act is not None and act not in range(1, len(names) + 1):
                 known = f"1 to {len(names)} ({listed(names)})"
@@ -2048,15 +1981,17 @@ def check_tokenizer(x):
         yield error(f"{name} has no tokenizer: copy the tokenizer's files into it")
         return
     reads_labels = x.kind == "reward_model" and ("label" in x.columns or "act" in x.columns)
-    if not reads_labels and tokenizer.cls_token_id is None:
-        if appends_eos(tokenizer):
-            yield error(
-                f"{name}: its tokenizer appends EOS to every text, prompts too; set add_eos_token to false"
-            )
-        if tokenizer.eos_token_id is None and not x.flag("stop_token_id"):
-            never_stops = hasattr(x.args, "stop_token") and x.args.stop_token is None
-            if not never_stops and not (hasattr(x.script, "find_stop_tokens") and x.stop_ids):
-                yield error(f"{name}: the tokenizer has no EOS token, so no response can end")
+    if reads_labels or tokenizer.cls_token_id is not None:
+        return
+    if appends_eos(tokenizer):
+        yield error(
+            f"{name}: its tokenizer appends EOS to every text, prompts too; set add_eos_token to false"
+        )
+    has_flag = hasattr(x.args, "stop_token")
+    can_end = has_flag and (x.args.stop_token is None or x.stop_ids)
+    if tokenizer.eos_token_id is None and not can_end:
+        hint = ": use --stop-token-id, or --stop-token None" if has_flag else ""
+        yield error(f"{name}: the tokenizer has no EOS token, so no response can end{hint}")
 
 
 def appends_eos(tokenizer):
@@ -2070,14 +2005,13 @@ def check_two_bos(x):
     bos = x.tokenizer.bos_token_id
     if bos is None:
         return
-    for split in ("train", "held-out"):
-        for example in x.examples(split):
-            if list(example.ids[:2]) == [bos, bos]:
-                yield error(
-                    f"{x.place(example.row)} begins with BOS twice: the tokenizer adds one, so remove it "
-                    "from the data, or from the chat template"
-                )
-                return
+    for example in x.examples("train") + x.examples("held-out"):
+        if list(example.ids[:2]) == [bos, bos]:
+            yield error(
+                f"{x.place(example.row)} begins with BOS twice: the tokenizer adds one, so remove it from "
+                "the data, or from the chat template"
+            )
+            return
 
 
 def check_vocabulary(x):
@@ -2101,10 +2035,7 @@ def check_vocabulary(x):
 
 
 def check_stop_tokens(x):
-    """No token can end a response, or no reference ends as the model's responses do."""
-    asked_for = x.flag("stop_token") is not None and x.flag("stop_token_id") is None
-    if hasattr(x.script, "find_stop_tokens") and asked_for and not x.stop_ids:
-        yield error("the tokenizer has no EOS token: use --stop-token-id, or --stop-token None")
+    """dpo_tldr.py: no reference ends as the model's responses do."""
     posts = dpo_posts(x)
     if posts and not any({*post.answer} & x.stop_ids for post in posts):
         yield error(
@@ -2170,15 +2101,7 @@ def longest_text(x):
     longest = args.max_prompt_length + args.response_length
     if x.kind == "tools" and args.environment:
         longest += args.max_tool_tokens  # what reset() says
-    if x.kind == "tools" and has_learned_positions(x.model):
-        longest += args.response_length  # turns are sampled up to the longest one; the rest is cut off
     return longest, "--max-prompt-length or --response-length"
-
-
-def has_learned_positions(model):
-    """True if a model has a table of positions, so that one position more is an IndexError."""
-    names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Embedding)]
-    return any(re.search(r"wpe|pos", name) for name in names)
 
 
 def check_context(x):
@@ -2247,19 +2170,9 @@ def check_lora(x):
     names = x.args.lora_target_modules.replace(" ", "").split(",")
     if not x.args.lora_r or names == ["all-linear"]:
         return
-    model = x.model
-    outside = set()
-    for getter in ("get_input_embeddings", "get_output_embeddings"):
-        with contextlib.suppress(Exception):
-            part = getattr(model, getter)()
-            outside |= {name.rpartition(".")[2] for name, module in model.named_modules() if module is part}
-    inside = linear_layers(model.base_model)
+    inside = linear_layers(x.model.base_model)  # embeddings and the output layer cannot have an adapter
     for name in names:
-        if name in outside:
-            yield error(
-                f"--lora-target-modules {name}: embeddings and the output layer cannot have an adapter"
-            )
-        elif name.rpartition(".")[2] not in inside:
+        if name.rpartition(".")[2] not in inside:
             yield error(
                 f"--lora-target-modules {name} matches no layer; there are {listed(sorted(inside), 12)}"
             )
@@ -2336,14 +2249,11 @@ def reward_models(x):
 def check_reward_models(x):
     """A classifier that reads padding, has no head, or gives another number of outputs."""
     for flag, name in (models_of(x) if x.kind == "reward_model" else reward_models(x)).items():
-        config = x.config_of(name)
+        config, flag = x.config_of(name), flag_name(flag)
         if config.model_type in ("xlnet", "ctrl", "modernbert-decoder"):
-            yield error(
-                f"{flag_name(flag)} {name}: a {config.model_type} reads the last position, perhaps padding"
-            )
-    for flag, name in reward_models(x).items():
-        config = x.config_of(name)
-        flag = flag_name(flag)
+            yield error(f"{flag} {name}: a {config.model_type} reads the last position, perhaps padding")
+        if x.kind == "reward_model":
+            continue  # it is trained
         is_adapter = Path(x.path(name), "adapter_config.json").exists()
         has_head = "ForSequenceClassification" in str(config.architectures) or is_adapter
         if x.kind == "rloo":
@@ -2394,10 +2304,10 @@ def check_label(x, flag, name, config):
 
 @once
 def environment_class(x):
-    """The class of --environment, imported once."""
+    """The class of --environment, imported once; None without this flag."""
     with own_modules():
-        [found] = x.script.load_functions([x.args.environment]).values()
-    return found
+        found = x.script.load_functions(functions_of(x, "environment"))
+    return next(iter(found.values()), None)
 
 
 def reward_callables(x):
@@ -2449,15 +2359,11 @@ def reference_of(row):
 
 def scorers(x):
     """The script's own calls of the reward functions. -> dict: flag -> function of (rows, responses)"""
-    cpu = torch.device("cpu")
-    state = transformers.TrainerState(max_steps=10, global_step=0)
-    made = {}
+    state, cpu = transformers.TrainerState(max_steps=10, global_step=0), torch.device("cpu")
+    score, made = score_tools if x.kind == "tools" else score_texts, {}
     for flag, names in scored_names(x).items():
-        if x.kind == "tools":
-            functions = load_listing(x, x.args.reward_fn or [])
-            made[flag] = partial(score_tools, x, (functions, state, cpu))
-            continue
-        made[flag] = partial(score_texts, x, (load_listing(x, names), state, cpu))
+        functions = load_listing(x, names if flag != "environment" else [])
+        made[flag] = partial(score, x, (functions, state, cpu))
     return made
 
 
@@ -2470,8 +2376,7 @@ def load_listing(x, names):
         except (Exception, SystemExit) as problem:
             if any(check_paths(x)) or any(check_functions(x)):
                 raise  # these say why
-            line = f"{type(problem).__name__}: {short(str(problem), 150)}"
-            raise Fault(f"{name} cannot be imported: {line}") from problem
+            raise Fault(f"{name} cannot be imported: {line_of(problem)}") from problem
     return {name: lists_only(name, function) for name, function in functions.items()}
 
 
@@ -2541,33 +2446,35 @@ def check_rewards(x):
 
 def check_scores(x, flag, score, rows):
     """Call a scorer on all rows, 1,000 at a time; on fewer, if it is slow."""
+    if not rows:
+        return
     names = listed(scored_names(x)[flag])
-    responses = [reference_of(row) or "A short text." for row in rows]
-    failure = first_failure(score, rows[:4], responses[:4])  # the first calls may load something
-    num_rows = len(rows)
-    if failure is None and rows:
+    failure = None
+    for part in filter(None, (rows[:4], rows[4:8])):  # the first calls may load something
         start = time.time()
-        failure_of(score, rows[:4], responses[:4])
-        seconds = max(time.time() - start, 1e-4) / len(rows[:4])  # per row
-        num_rows = min(num_rows, int((QUICK_SECONDS if x.is_quick else MOST_SECONDS) / seconds))
-    if num_rows < len(rows):
-        numbers = sorted(random.Random(0).sample(range(len(rows)), num_rows))
-        rows, responses = [rows[i] for i in numbers], [responses[i] for i in numbers]
-        yield Finding("not checked", f"{names} is slow: called on {num_rows + 4} of the rows only")
-    for i in range(0, num_rows, 1000):
-        if failure is None:
-            failure = first_failure(score, rows[i : i + 1000], responses[i : i + 1000])
+        failure = failure or first_failure(score, part)
+        seconds = max(time.time() - start, 1e-4) / len(part)  # per row
+    rest = rows[8:]
+    num_rows = int((QUICK_SECONDS if x.is_quick else MOST_SECONDS) / seconds)
+    if failure is None and num_rows < len(rest):
+        numbers = sorted(random.Random(0).sample(range(len(rest)), num_rows))
+        rest = [rest[i] for i in numbers]
+        yield Finding("not checked", f"{names} is slow: called on {num_rows + 8} of the rows only")
+    for i in range(0, len(rest), 1000):
+        failure = failure or first_failure(score, rest[i : i + 1000])
     if failure is not None:
         row, problem = failure
         where = x.place(row) if row is not None else "a batch of rows, though none of them alone"
         if row is None or is_kept(x, row):
             yield error(f"{flag_name(flag)} {names} cannot score {where}: {problem}")
         return
-    if x.kind == "tools" and flag == "reward_fn" and rows:
+    rows = rows[:8] + rest
+    if x.kind == "tools" and flag == "reward_fn":
         yield from check_last_turn(x, score, rows, min(8, int(QUICK_SECONDS / 16 / seconds)))
-    if not x.is_quick and rows:
+    if not x.is_quick:
         most = min(64, max(4, int(MOST_SECONDS / 16 / seconds)))  # of the rows, for further calls
-        yield from check_references(x, flag, score, rows, most)
+        if flag == "reward_fn":
+            yield from check_references(x, score, rows, most)
         yield from check_order(x, flag, score, rows[:most])
 
 
@@ -2614,19 +2521,15 @@ def is_kept(x, row):
         return True
 
 
-def first_failure(score, rows, responses):
+def first_failure(score, rows):
     """The first row that cannot be scored. -> (row, what happened), or None; row: None if none fails alone"""
-    problem = failure_of(score, rows, responses)
-    if problem is None or not rows:
+    problem = failure_of(score, rows, [reference_of(row) or "A short text." for row in rows])
+    if problem is None:
         return None
     if len(rows) == 1:
         return rows[0], problem
     half = len(rows) // 2
-    for part in (slice(None, half), slice(half, None)):
-        failure = first_failure(score, rows[part], responses[part])
-        if failure is not None:
-            return failure
-    return None, problem
+    return first_failure(score, rows[:half]) or first_failure(score, rows[half:]) or (None, problem)
 
 
 def failure_of(score, rows, responses):
@@ -2634,7 +2537,7 @@ def failure_of(score, rows, responses):
     try:
         scores = score(rows, responses)
     except (Exception, SystemExit) as problem:
-        return f"{type(problem).__name__}: {short(str(problem), 150)}".removeprefix("UserError: ")
+        return line_of(problem).removeprefix("UserError: ")
     for name, numbers in scores.items():
         if len(numbers) != len(rows):
             return f"{name} returned {len(numbers)} numbers for {len(rows)} responses"
@@ -2646,48 +2549,39 @@ def failure_of(score, rows, responses):
     return None
 
 
-def check_references(x, flag, score, rows, most):
+def check_references(x, score, rows, most):
     """What the rows' own references earn: more than an empty answer, or the function reads another column."""
     rows = [row for row in rows if reference_of(row) is not None][:most]
-    if not rows or flag != "reward_fn":
+    if not rows:
         return
     empty = score(rows, [""] * len(rows))
-    references = [reference_of(row) for row in rows]
-    best = [score(rows, [form.format(reference) for reference in references]) for form in REFERENCE_FORMS]
+    best = [score(rows, [form.format(reference_of(row)) for row in rows]) for form in REFERENCE_FORMS]
     yield from check_clipped(x, empty, best)
-    constant = []
-    for name, numbers in empty.items():
-        scores = [scores[name] for scores in best]
-        is_constant = len(rows) >= 8 and not all(map(math.isnan, numbers))
-        if is_constant and all(same_numbers(numbers, other) for other in scores):
-            probed = (score(rows, [probe] * len(rows))[name] for probe in PROBES)
-            if all(same_numbers(numbers, other) for other in probed):
-                constant.append(name)
+    constant = [name for name in empty if len(rows) >= 8 and is_constant(name, score, rows, [empty, *best])]
     for name in constant:
         numbers = empty[name]
-        text = (
-            f"for {len(rows)} of {len(rows)} rows the reference and an empty response get the same number"
-            f" ({numbers[0]:g} in {x.place(rows[0])})"
-        )
         # A rule that is seldom broken, or a format that is not tried here, gives all of these one number.
         may_be_a_rule = len({*numbers}) == 1 and (numbers[0] <= 0 or len(empty) > 1 or has_classifier(x))
+        hint = ". Right only if it pays for a format, or for a rule, that none of the texts here has"
         yield (remark if may_be_a_rule else error)(
-            f"--reward-fn: {name} does not depend on the response: {text}"
-            + (
-                ". Right only if it pays for a format, or for a rule, that none of the texts here has"
-                * may_be_a_rule
-            )
+            f"--reward-fn: {name} does not depend on the response: for {len(rows)} of {len(rows)} rows the "
+            f"reference and an empty response get the same number ({numbers[0]:g} in {x.place(rows[0])})"
+            + (hint if may_be_a_rule else "")
         )
-    if {*constant} == {*empty}:
-        return
-    for scores in best:
-        for name, numbers in scores.items():
-            if any(number > other for number, other in zip(numbers, empty[name])):
-                return
-    yield remark(
-        f"--reward-fn: of {len(rows)} rows, none has a reference (a column such as answer) that earns more "
-        "than an empty response: does the function read the right column and format?"
-    )
+    pairs = [pair for scores in best for name in empty for pair in zip(scores[name], empty[name])]
+    if len(constant) < len(empty) and not any(number > other for number, other in pairs):
+        yield remark(
+            f"--reward-fn: of {len(rows)} rows, none has a reference (a column such as answer) that earns "
+            "more than an empty response: does the function read the right column and format?"
+        )
+
+
+def is_constant(name, score, rows, tried):
+    """True if a function gives each row one number for all responses: those tried, and those in PROBES."""
+    first, *others = (scores[name] for scores in tried)
+    if all(map(math.isnan, first)) or not all(same_numbers(first, other) for other in others):
+        return False
+    return all(same_numbers(first, score(rows, [probe] * len(rows))[name]) for probe in PROBES)
 
 
 def same_numbers(one, other):
@@ -2712,8 +2606,6 @@ def check_clipped(x, empty, best):
     if clip is None or has_classifier(x):
         return
     weights = x.flag("reward_weights") or [1.0] * len(empty)
-    if len(weights) != len(empty):
-        return
     totals = []
     for scores in (empty, *best):
         parts = [[0.0 if math.isnan(n) else w * n for n in ns] for w, ns in zip(weights, scores.values())]
@@ -2740,18 +2632,18 @@ def check_order(x, flag, score, rows):
     rows = rows[: len(rows) // x.group * x.group] or rows  # a function may compare the responses of a group
     if len(rows) < 2:
         return
-    for form in REFERENCE_FORMS:
+    references = [*map(reference_of, rows)]
+    for form in REFERENCE_FORMS if any(references) else REFERENCE_FORMS[:1]:
         responses = [
             f"This is text {i}" + i % 7 * " and more" if reference is None else form.format(reference)
-            for i, reference in enumerate(map(reference_of, rows))
+            for i, reference in enumerate(references)
         ]
         first, backward = score(rows, responses), score(rows[::-1], responses[::-1])
         changed = [name for name in first if not same_numbers(first[name], backward[name][::-1])]
-        if changed:  # or is it random?
-            again, back_again = score(rows, responses), score(rows[::-1], responses[::-1])
+        again = score(rows, responses) if changed else {}  # or is it random?
         for name in changed:
             numbers, turned = first[name], backward[name][::-1]
-            if same_numbers(numbers, again[name]) and same_numbers(backward[name], back_again[name]):
+            if same_numbers(numbers, again[name]):
                 i = next(i for i, pair in enumerate(zip(numbers, turned)) if not same_numbers(*zip(pair)))
                 yield error(
                     f"{flag_name(flag)}: {name} depends on the other rows of a call: {x.place(rows[i])} "
@@ -2835,25 +2727,22 @@ def check_tools(x):
     counts = Counter(name.rpartition(":")[2] for name in names)
     with own_modules():
         functions = x.script.load_functions(names)
-    has_reply = rewards_itself = False
     if x.args.environment:
         yield from environment_faults(x)
         methods = methods_of(x)
         counts.update(methods.keys())
         functions |= methods
-        has_reply = hasattr(environment_class(x), "reply")
-        rewards_itself = hasattr(environment_class(x), "get_reward")
     for name, count in counts.items():
         if count > 1:
             yield error(f"{count} tools are called {name}: rename one")
     for name, function in functions.items():
         yield from tool_faults(name, function)
-    if not functions and not has_reply:
+    if not functions and not hasattr(environment_class(x), "reply"):
         yield error(
             "there is no tool: name --tools FILE.py:function, or an --environment FILE.py:Class with a "
             "public method or reply"
         )
-    if not x.flag("reward_fn") and not rewards_itself:
+    if not x.flag("reward_fn") and not hasattr(environment_class(x), "get_reward"):
         yield error("there is no reward: name --reward-fn, or give the environment a method get_reward")
 
 
@@ -2891,15 +2780,16 @@ def tool_faults(name, function):
         yield (error if prints else remark)(f"tool {name} {text}; the policy would read None")
     try:
         own_name = transformers.utils.get_json_schema(function)["function"]["name"]
-        if own_name != name:
-            yield error(
-                f"tool {name} has another __name__, {own_name}, by which the policy would call it: make them "
-                "equal"
-            )
     except Exception as problem:
         line = short(str(problem), 150)
         yield error(
             f"tool {name} cannot be described to the policy: it needs a docstring and type hints ({line})"
+        )
+        return
+    if own_name != name:
+        yield error(
+            f"tool {name} has another __name__, {own_name}, by which the policy would call it: make them "
+            "equal"
         )
 
 
@@ -3194,8 +3084,7 @@ def check_known_tools(x):
     _, schemas = x.tools
     names = [schema["function"]["name"] for schema in schemas]
     template = str(x.tokenizer.chat_template or "")
-    user = {"role": "user", "content": "x"}
-    prompt = x.script.render_chat(x.tokenizer, [user], is_prompt=True, schemas=schemas)
+    prompt = x.script.render_chat(x.tokenizer, [QUESTION], is_prompt=True, schemas=schemas)
     for roles, messages in prompts_by_roles(x).items():
         text = x.script.render_chat(x.tokenizer, messages, is_prompt=True, schemas=schemas)
         lost = [name for name in names if name in prompt and name not in text]
@@ -3228,7 +3117,7 @@ def prompts_by_roles(x):
     for row in x.sample(x.train):
         prompt = prompt_of(x, row)
         if is_messages(prompt):
-            found.setdefault(tuple(str(message.get("role")) for message in prompt), prompt)
+            found.setdefault(roles_of(prompt), prompt)
     return found
 
 
@@ -3238,8 +3127,7 @@ def check_tool_format(x):
         return
     turn = {"role": "assistant", "content": x.script.MARK}
     try:
-        messages = [{"role": "user", "content": "x"}, turn, result_of("72")]
-        text = x.script.render_chat(x.tokenizer, messages, is_prompt=True)
+        text = x.script.render_chat(x.tokenizer, [QUESTION, turn, result_of("72")], is_prompt=True)
     except Exception as problem:
         yield error(
             f"the chat template cannot write the result of a tool after a turn ({short(str(problem), 150)})"
@@ -3303,8 +3191,7 @@ def call_faults(x, turn_format):
     if not failures:
         yield from nested_faults(x, turn_format)
         return
-    user = {"role": "user", "content": "x"}
-    prompt = x.script.render_chat(x.tokenizer, [user], is_prompt=True, schemas=[PROBE_SCHEMA])
+    prompt = x.script.render_chat(x.tokenizer, [QUESTION], is_prompt=True, schemas=[PROBE_SCHEMA])
     if [*failures] == ["dropped"] and PROBE["name"] not in prompt:
         yield remark(
             "the chat template neither shows tools nor writes calls: they are read as "
@@ -3336,27 +3223,25 @@ def nested_faults(x, turn_format):
 
 def failures_with(x, turn_format, expected):
     """Why a call is not read back. -> dict: kind -> text; empty if it is"""
-    user = {"role": "user", "content": "x"}
     render = partial(x.script.render_chat, x.tokenizer, is_prompt=True, schemas=turn_format.schemas)
-    begin, mark = render([user]), x.script.MARK
-    _, end = render([user, {"role": "assistant", "content": mark}, result_of("72")]).split(mark)
+    begin, mark = render([QUESTION]), x.script.MARK
+    _, end = render([QUESTION, {"role": "assistant", "content": mark}, result_of("72")]).split(mark)
     failures = {}
     for message in messages_with(expected):
         try:
-            text = render([user, message, result_of("72")])
+            text = render([QUESTION, message, result_of("72")])
         except Exception as problem:
             failures.setdefault("raised", f"cannot write a call ({short(str(problem), 150)})")
             continue
+        turns = [text.removesuffix(end).removeprefix(start) for start in starts_of(begin, text)]
         if "red apple" not in text:
             failures.setdefault("dropped", "does not write calls")
-            continue
-        if not text.endswith(end):
+        elif not text.endswith(end):
             failures.setdefault("end", f"goes on otherwise after a call: {short(text[-150:], 150)}")
-            continue
-        turns = [text.removesuffix(end).removeprefix(start) for start in starts_of(begin, text)]
-        if any(calls_in(x, turn_format, turn) == [expected] for turn in turns):
+        elif any(calls_in(x, turn_format, turn) == [expected] for turn in turns):
             return {}
-        failures.setdefault("format", f"writes calls that are not read: {short([*turns, text][0], 120)}")
+        else:
+            failures.setdefault("format", f"writes calls that are not read: {short([*turns, text][0], 120)}")
     return failures
 
 

@@ -130,7 +130,7 @@ def test_how_often_an_environment_is_called(counted):
     """A call may cost something: a simulated user behind an API, a container for each object."""
     counts = counted(0)
     assert counts["import"] == 2
-    assert counts["reset"] == 62 + 10  # rows, and more (docs/grpo_tools.md, Before a run)
+    assert counts["reset"] == 62 + 2  # rows, and more (docs/grpo_tools.md, Before a run)
     assert counts["guess"] == 6
     assert counts["reply ''"] == 1 and sum(name.startswith("reply") for name in counts) == 1
     assert counts["is_over"] == 2
