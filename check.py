@@ -2437,8 +2437,8 @@ def scored_rows(x):
 
 def check_rewards(x):
     """Rows that a reward function cannot score. One null among the answers ends a run hours later."""
-    if not scored_names(x):
-        return
+    if not scored_names(x) or any(finding.kind == "error" for finding in check_tools(x)):
+        return  # without tools, there is no prompt
     with own_modules(), quiet():
         for flag, score in scorers(x).items():
             yield from check_scores(x, flag, score, scored_rows(x))

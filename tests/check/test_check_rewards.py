@@ -368,6 +368,7 @@ def test_tools(scripts, small, tmp_path, names, word):
     args = small("grpo_tools", tools=[f"{tmp_path}/own_tools.py:{name}" for name in names])
     found = findings(scripts["grpo_tools"], args)
     assert any(word in text for text in texts(found)), texts(found)
+    assert not any("cannot score" in text for text in texts(found)), "blames the reward for it"
     assert not any("KeyError" in text for text in texts(found, "not checked"))
 
 
