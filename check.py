@@ -1088,16 +1088,17 @@ def check_splits(x):
 
 def missing_shards(name, files):
     """train-00000-of-00002 without its second half; train-0 and train-2 without train-1; a number twice."""
-    shards = {}
+    shards = {}  # of each series, Counter: number -> files that have it
     for file in files:
         if file.number is not None and (file.split or file.count):
-            shards.setdefault((file.path.parent, file.series, file.count), []).append(file.number)
-    for (_, series, count), all_numbers in shards.items():  # they count from 0 or from 1
-        numbers = {*all_numbers}
+            shards.setdefault((file.path.parent, file.series, file.count), Counter())[file.number] += 1
+    for (_, series, count), num_files in shards.items():  # they count from 0 or from 1
+        numbers = {*num_files}
         first = min(numbers)
         gap = next((i for i in range(first, max(numbers)) if i not in numbers), None)
-        if len(numbers) < len(all_numbers):
-            yield error(f"{name}: {series}: a number is there twice: remove one of the two writings")
+        twice = next((i for i in sorted(numbers) if num_files[i] > 1), None)
+        if twice is not None:
+            yield error(f"{name}: {series}: number {twice} is there twice: remove the older files")
         elif count and numbers not in ({*range(count)}, {*range(1, count + 1)}):
             there = len(numbers & {*range(count)})
             yield error(f"{name}: {series}: {there} of {count} parts are there")
@@ -1121,9 +1122,9 @@ def candidates(name, rows_of, files):
             )
         elif len(of_split) > 1:
             texts = {file.path: {*map(repr, rows_of[file.path])} for file in of_split}
-            for path in texts:
-                others = set().union(*(texts[other] for other in texts if other != path))
-                if len(texts[path] & others) > len(texts[path]) / 2:
+            num_files = Counter(itertools.chain(*texts.values()))  # that hold a row
+            for path, rows in texts.items():
+                if sum(num_files[row] > 1 for row in rows) > len(rows) / 2:
                     yield error(f"{path} repeats rows of other files of {split}: remove what is there twice")
                     break
 
@@ -1963,6 +1964,12 @@ def check_dialogs(x):
                     f"--utterance-end {args.utterance_end!r} is no token of {x.tokenizer_name}, which writes "
                     f"it as {tokens}: fine-tuning (sft.py --utterance-end) must have used the same mark"
                 )
+    num_special = len(x.tokenizer("").input_ids)
+    if x.kind == "ppo_dialog" and 0 < args.max_prompt_length <= num_special:
+        yield error(
+            f"--max-prompt-length {args.max_prompt_length} must be more than {num_special}, the number of "
+            "special tokens of a prompt: else it would not be cut at all"
+        )
     for row, _, acts in x.script.load_dialogs(x.rows) if names else []:
         for act in (acts or [])[1:]:  # the first utterance is no answer
             if act is not None and act not in range(1, len(names) + 1):
@@ -2174,7 +2181,8 @@ def check_lora(x):
     for name in names:
         if name.rpartition(".")[2] not in inside:
             yield error(
-                f"--lora-target-modules {name} matches no layer; there are {listed(sorted(inside), 12)}"
+                f"--lora-target-modules {name} matches no layer; there are {listed(sorted(inside), 12)} "
+                "(embeddings and the output layer cannot have an adapter)"
             )
 
 
@@ -2359,8 +2367,10 @@ def reference_of(row):
 
 def scorers(x):
     """The script's own calls of the reward functions. -> dict: flag -> function of (rows, responses)"""
-    state, cpu = transformers.TrainerState(max_steps=10, global_step=0), torch.device("cpu")
-    score, made = score_tools if x.kind == "tools" else score_texts, {}
+    cpu = torch.device("cpu")
+    state = transformers.TrainerState(max_steps=10, global_step=0)
+    score = score_tools if x.kind == "tools" else score_texts
+    made = {}
     for flag, names in scored_names(x).items():
         functions = load_listing(x, names if flag != "environment" else [])
         made[flag] = partial(score, x, (functions, state, cpu))

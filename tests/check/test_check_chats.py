@@ -453,6 +453,16 @@ def test_a_mark_that_the_tokenizer_cannot_write(scripts, small, tmp_path):
         assert_only(findings(scripts[name], args), "--utterance-end '<EOU>'", "cannot write it")
 
 
+def test_no_room_after_bos(scripts, small, chat_model, tmp_path):
+    """A prompt of no tokens would be all of them: prompt[-0:]."""
+    rows = [dict(dialog=["Who?", "It is."], act=[1, 2])] * 9
+    data = write_rows(tmp_path / "data", train=rows, test=rows[:2])
+    flags = dict(dataset_name=data, model_name_or_path=chat_model(None, bos=True))
+    found = findings(scripts["ppo_dialog"], small("ppo_dialog", **flags, max_prompt_length=1))
+    assert_only(found, "--max-prompt-length 1 must be more than 1, the number of special tokens")
+    assert texts(findings(scripts["ppo_dialog"], small("ppo_dialog", **flags, max_prompt_length=2))) == []
+
+
 @pytest.mark.parametrize("mark, is_said", [(" <EOU>", True), ("eos", False), (".", False)])
 def test_a_mark_of_several_tokens(scripts, small, mark, is_said):
     """Only a policy that was fine-tuned with it ends its answers so."""

@@ -153,7 +153,7 @@ def test_two_parts_with_one_number(look):
     rows = [row | dict(source="x") for row in reviews(6)]
     parts = dict(train__0_jsonl=reviews(6)[:3], train__1_jsonl=reviews(6)[3:])
     parts |= dict(train__00_jsonl=rows[:4], train__01_jsonl=rows[4:])
-    assert_only(look(**parts, test_jsonl=reviews(3, 20)), "train-*.jsonl: a number is there twice")
+    assert_only(look(**parts, test_jsonl=reviews(3, 20)), "train-*.jsonl: number 0 is there twice")
 
 
 def test_rows_in_two_shards(look):

@@ -6,6 +6,7 @@ Entries of grpo_tools.py are in docs/grpo_tools.md.
 import json
 import re
 import sys
+from statistics import fmean
 
 import pytest
 from conftest import ROOT
@@ -52,6 +53,38 @@ def test_the_kl_that_an_entry_names_is_that_of_the_last_update():
     assert len(kls) == 4
     for named, last in kls.values():
         assert named == pytest.approx(last, rel=0.02)
+
+
+def test_what_entries_say_in_words():
+    """Numbers of the runs behind sentences like "from update 30 on"."""
+    texts = {name: " ".join(section.split()) for name, section in SECTIONS.items()}
+    runs = {entry.name: gallery.run_of(entry).metrics for entry in MADE}
+
+    def values(name, metric):
+        return [row[metric] for row in runs[name]]
+
+    name = "learning-rate-too-high"
+    band = json.loads((ROOT / "reference_bands.json").read_text())["ppo_sentiment tiny"]["metrics"]
+    band = band["objective/scores"]
+    healthy = max(high for update, high in zip(band["update"], band["95"]) if update <= 60)
+    assert "In twelve updates the score rises higher than in sixty healthy ones" in texts[name]
+    assert max(values(name, "objective/scores")[:12]) > healthy
+    assert "but the KL is above 30" in texts[name] and values(name, "objective/kl")[11] > 30
+    assert "the variance of the ratio begins in the thousands" in texts[name]
+    assert 1_000 < values(name, "val/ratio_var")[0] < 10_000
+    assert "from update 30 on, nearly all responses are empty" in texts[name]
+    assert max(values(name, "completions/mean_length")[29:]) < 1.2
+    assert max(values(name, "policy/entropy_avg")[29:]) < 0.1
+
+    first, *_, last = entropy = values("kl-sign", "policy/entropy_avg")
+    assert "the entropy doubles, then falls again" in texts["kl-sign"]
+    assert max(entropy) > 2 * first and last < 1.1 * first
+    assert "differ by 0.7 nats per token" in texts["dropout-on"]
+    assert fmean(values("dropout-on", "sampling/logprob_gap_mean")) == pytest.approx(0.7, abs=0.05)
+    assert "Four of five groups have equal rewards from the start" in texts["equal-groups"]
+    assert fmean(values("equal-groups", "frac_reward_zero_std")[:10]) == pytest.approx(0.8, abs=0.05)
+    scores = values("equal-groups", "objective/scores")
+    assert "and the score rises" in texts["equal-groups"] and scores[-1] > 2 * scores[0]
 
 
 def test_every_finding_of_the_report_has_a_section():
