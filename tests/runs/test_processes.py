@@ -427,6 +427,7 @@ for micro_batch in range(8):
     optimizer.zero_grad(set_to_none=accelerator.num_processes == 1)
 with open("are_views." + os.environ["RANK"], "w") as file:
     json.dump(are_views, file)
+accelerator.end_training()  # as the scripts do: without it, torch may abort when Python ends
 """
 
 
