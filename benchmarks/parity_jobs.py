@@ -450,9 +450,16 @@ def load_classifier(script, args):
     return model, tokenizer, held_out
 
 
-def decay_everything(model, args):
-    """AdamW with weight decay of all weights, as in our scripts. -> optimizer, no schedule: TRL makes it"""
-    return torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.01), None
+def optimize_as_ours(script, model, args, updates):
+    """AdamW with weight decay of all weights, and our schedule: TRL's warm-up is one step behind. -> optimizer,
+    scheduler
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.01)
+
+    def factor(step):
+        return script.learning_rate(args, step + 1, updates) / args.learning_rate
+
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 def train_sft_trl(script, args, updates, snapshots, as_ours=False):
@@ -468,7 +475,7 @@ def train_sft_trl(script, args, updates, snapshots, as_ours=False):
         train_dataset=rows.select_columns(["prompt", "completion"]),
         processing_class=tokenizer,
         callbacks=[callback_of(snapshots, 1)],
-        optimizers=decay_everything(model, args) if as_ours else (None, None),
+        optimizers=optimize_as_ours(script, model, args, updates) if as_ours else (None, None),
     )
     trainer.train()
 
@@ -486,7 +493,7 @@ def train_reward_trl(script, args, updates, snapshots, as_ours=False):
         train_dataset=rows.select_columns(["prompt", "chosen", "rejected"]),
         processing_class=tokenizer,
         callbacks=[callback_of(snapshots, 1)],
-        optimizers=decay_everything(model, args) if as_ours else (None, None),
+        optimizers=optimize_as_ours(script, model, args, updates) if as_ours else (None, None),
     )
     trainer.train()
 
@@ -733,11 +740,11 @@ JOBS = {
         sides={
             "ours": train_supervised_ours,
             "TRL 1.16 SFTTrainer": train_sft_trl,
-            "TRL 1.16 SFTTrainer, our order and weight decay": partial(train_sft_trl, as_ours=True),
+            "TRL 1.16 SFTTrainer, our order, weight decay and warm-up": partial(train_sft_trl, as_ours=True),
         },
         comparisons=[("ours", "TRL 1.16 SFTTrainer")],
         explored=[
-            ("ours", "TRL 1.16 SFTTrainer, our order and weight decay"),
+            ("ours", "TRL 1.16 SFTTrainer, our order, weight decay and warm-up"),
         ],
         paired=True,
         digits=4,
@@ -755,13 +762,15 @@ JOBS = {
         sides={
             "ours": train_supervised_ours,
             "TRL 1.16 RewardTrainer": train_reward_trl,
-            "TRL 1.16 RewardTrainer, our order and weight decay": partial(train_reward_trl, as_ours=True),
+            "TRL 1.16 RewardTrainer, our order, weight decay and warm-up": partial(
+                train_reward_trl, as_ours=True
+            ),
             # The same run but for rounding: how far apart do two runs end by chance alone?
             "reward_model.py, weights x 1.000001": partial(train_supervised_ours, scale=1 + 1e-6),
         },
         comparisons=[("ours", "TRL 1.16 RewardTrainer")],
         explored=[
-            ("ours", "TRL 1.16 RewardTrainer, our order and weight decay"),
+            ("ours", "TRL 1.16 RewardTrainer, our order, weight decay and warm-up"),
             ("ours", "reward_model.py, weights x 1.000001"),
         ],
         paired=True,

@@ -2,7 +2,6 @@
 
 import json
 import sys
-from statistics import median
 
 import numpy as np
 import pytest
@@ -37,29 +36,28 @@ def test_the_page_has_the_times():
 
 
 def test_what_the_page_says_of_small_differences():
-    """With the same order and weight decay: equal losses for sft, differences that grow for reward."""
+    """With the same order, decay and warm-up: equal losses for sft, differences that grow for reward."""
     loss = {}  # job -> list of curves: how far the losses are apart
     for job, peer in (("sft", "SFT"), ("reward", "Reward")):
         sides = {}
         for row in parity.read(job):
             sides.setdefault(row["side"], {})[row["seed"]] = [point["loss"] for point in row["curve"]]
-        theirs = sides[f"TRL 1.16 {peer}Trainer, our order and weight decay"]
+        theirs = sides[f"TRL 1.16 {peer}Trainer, our order, weight decay and warm-up"]
         loss[job] = np.array([np.abs(np.subtract(sides["ours"][seed], theirs[seed])) for seed in theirs])
-    assert loss["sft"].shape == (5, 11) and loss["reward"].shape == (9, 11)
-    assert loss["sft"][:, -1].max() < 2e-7
-    assert loss["reward"][:, 1].max() < 2.5e-7  # after 25 steps
-    last = np.sort(loss["reward"][:, -1])
-    assert 0.0005 < last[0] and last[-2] < 0.015 and 0.045 < last[-1] < 0.055
+    assert loss["sft"].shape == (8, 11) and loss["reward"].shape == (9, 11)
+    last = np.sort(loss["sft"][:, -1])
+    assert last[-2] < 6e-7 and f"{last[-1]:.5f}" == "0.00008"
+    assert loss["reward"][:, 1].max() < 7e-7  # after 25 steps
+    last = loss["reward"][:, -1]
+    assert 0.001 < last.min() and last.max() < 0.022 and f"{last.mean():.2f}" == "0.01"
 
 
 def test_numbers_of_the_text():
     """Those of docs/parity.md that are in no table, from the committed results."""
     page = " ".join((ROOT / "docs/parity.md").read_text().split())
-    [row] = [
-        row
-        for row in parity.compare("rloo")
-        if row["peer"] == "TRL 1.16 RLOOTrainer" and row["metric"] == "kl"
-    ]
-    assert f"{median(row['ours']):.2f} nats for ours and {median(row['theirs']):.2f} for TRL" in page
-    highest = sorted(row["theirs"])[-2:]
-    assert [f"{x:.1f}" for x in highest] == ["4.9", "7.3"]
+    scores = {(x["side"], x["peer"]): x for x in parity.compare("rloo") if x["metric"] == "score"}
+    old = scores["ours", "TRL 0.11 RLOOTrainer"]
+    assert f"TRL 0.11's score is lower by {old['difference']:.3f}, which is within the margin" in page
+    assert old["verdict"] == "equivalent"
+    unclipped = scores["ours", "ours, no gradient clipping"]
+    assert f"without clipping, our score is {unclipped['difference']:.3f} lower" in page
