@@ -11,6 +11,8 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import parity  # noqa: E402
 import parity_jobs  # noqa: E402
 
+import rloo_tldr  # noqa: E402
+
 
 @pytest.mark.parametrize("job", parity_jobs.JOBS)
 def test_the_page_has_the_table_of_the_results(job):
@@ -59,5 +61,10 @@ def test_numbers_of_the_text():
     old = scores["ours", "TRL 0.11 RLOOTrainer"]
     assert f"TRL 0.11's score is lower by {old['difference']:.3f}, which is within the margin" in page
     assert old["verdict"] == "equivalent"
+    margin = json.loads(parity.PLAN.read_text())["rloo"]["margin"]["kl"]
+    kl = {(x["side"], x["peer"]): x for x in parity.compare("rloo") if x["metric"] == "kl"}
+    ours = np.mean(kl["ours", "TRL 1.16 RLOOTrainer"]["ours"])
+    assert f"its margin is {margin / ours:.0%} of today's KL".replace("%", " %") in page
+    assert rloo_tldr.RECIPES["tiny"].learning_rate == 3e-4
     unclipped = scores["ours", "ours, no gradient clipping"]
     assert f"without clipping, our score is {unclipped['difference']:.3f} lower" in page
