@@ -5,7 +5,7 @@
     python benchmarks/all_numbers.py --older-than COMMIT --run --jobs 2     # runs it, each run on one core
     python benchmarks/all_numbers.py --make                    # figures and files that are made of results
     python benchmarks/all_numbers.py --write                   # the table, and what the pages say is old
-    python benchmarks/all_numbers.py --measured RESULT         # note the newest commit for a result made by hand
+    python benchmarks/all_numbers.py --measured RESULT --minutes 3   # note the newest commit for one made by hand
 
 The list is all_numbers.toml; runs are started in its order. results/measured.jsonl has the commit and the CPU time of each
 result. Without --run, nothing is run. --only NAME: one entry. For a night:
@@ -382,12 +382,12 @@ def run_all(entries, date, commit, jobs, lock):
     return failed
 
 
-def note_measured(paths, commit):
-    """Results of programs that were run by hand at this commit."""
-    measured = read_measured()
-    for path in paths:
-        measured[path] = measured.get(path, {}) | {"commit": commit, "date": date_of(commit)}
-    write_measured(measured)
+def note_measured(paths, commit, minutes):
+    """Results of programs that were run by hand at this commit. minutes: of each; None: not known"""
+    about = {"commit": commit, "date": date_of(commit)}
+    if minutes is not None:
+        about["minutes"] = minutes
+    write_measured(read_measured() | {path: about for path in paths})
 
 
 def show(entries, date):
@@ -416,6 +416,7 @@ def main():
     parser.add_argument(
         "--measured", nargs="+", metavar="RESULT", help="results that were made by hand, --at COMMIT"
     )
+    parser.add_argument("--minutes", type=float, help="for --measured: CPU time of each, if known")
     flags = parser.parse_args()
     entries = load_entries()
     chosen = [entry for entry in entries if flags.only in (None, entry["name"])]
@@ -434,7 +435,7 @@ def main():
     if flags.older_than:
         show(chosen, date_of(flags.older_than))
     elif flags.measured:
-        note_measured(flags.measured, commit)
+        note_measured(flags.measured, commit, flags.minutes)
     elif flags.make:
         for command in dict.fromkeys(command for entry in chosen for command in entry["made"].values()):
             print(command, flush=True)

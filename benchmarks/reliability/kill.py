@@ -72,6 +72,12 @@ RUNS = {  # script -> data set, flags
         "--max-prompt-length 64 --gradient-accumulation-steps 1 --num-generations 4 --response-length 16 "
         "--num-eval-prompts 4 --num-eval-samples 2",
     ),
+    "grpo_tools": (
+        "calculator",
+        f"{RL} --model-name-or-path checkpoints/tools-sft --prompt-template None --tools data/tools.py:calculator "
+        "--reward-fn data/math_rewards.py:correct --max-prompt-length 64 --gradient-accumulation-steps 1 "
+        "--num-generations 4 --response-length 48 --num-eval-prompts 4 --num-eval-samples 2",
+    ),
     "dpo_tldr": (
         "tldr-preference",
         f"{COMMON} --model-name-or-path checkpoints/tldr-sft --max-length 250 --per-device-train-batch-size 8 "
