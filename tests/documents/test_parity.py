@@ -35,6 +35,9 @@ def test_the_page_has_the_table_of_the_results(job):
 
 def test_the_page_has_the_times():
     assert parity.time_table() in (ROOT / "docs/parity.md").read_text()
+    [ours], [theirs] = (parity.read_times("grpo", side) for side in ("ours", "TRL 1.16 GRPOTrainer"))
+    ratio = theirs[-1][1] / ours[-1][1]
+    assert f"TRL 1.16 takes {ratio:.1f} times as long" in (ROOT / "README.md").read_text()
 
 
 def test_what_the_page_says_of_small_differences():
@@ -68,3 +71,13 @@ def test_numbers_of_the_text():
     assert rloo_tldr.RECIPES["tiny"].learning_rate == 3e-4
     unclipped = scores["ours", "ours, no gradient clipping"]
     assert f"without clipping, our score is {unclipped['difference']:.3f} lower" in page
+
+    scores = {(x["side"], x["peer"]): x for x in parity.compare("critic") if x["metric"] == "score"}
+    whole = scores["ours", "TRL 1.12 PPOTrainer"]["difference"]
+    starts = {row["curve"][0]["score"] for row in parity.read("critic")}
+    [start] = starts  # one number: all sides begin with the same weights
+    gained = np.mean(scores["ours", "TRL 1.12 PPOTrainer"]["theirs"]) - start
+    assert f"higher by {whole / gained:.0%} of what TRL's training adds".replace("%", " %") in page
+    head = scores["ours", "ours, TRL's value head and variance"]["difference"]
+    share = f"ends {head:.3f} lower, which is {head / whole:.0%} of the difference".replace("%", " %")
+    assert share in page and 0.4 < head / whole < 0.6
