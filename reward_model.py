@@ -1279,6 +1279,11 @@ class Run:
         run_id = os.urandom(8).hex()  # of the run in Weights & Biases
         if args.resume:
             run_id = json.loads((self.folder / "args.json").read_text()).get("id")
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # SIGHUP: the terminal was closed
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+                signal.signal(number, self.on_signal)
+                # Worker processes that your code forks end at once.
+                os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             # Of two new runs with one folder, the second stops here.
@@ -1301,11 +1306,6 @@ class Run:
             config = {name: str(x) for name, x in asdict(args).items()}
             wandb = {"name": self.folder.name, "id": run_id, "resume": "allow"}
             accelerator.init_trackers(SCRIPT, config, {"wandb": wandb})
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # SIGHUP: the terminal was closed
-            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
-                signal.signal(number, self.on_signal)
-                # Worker processes that your code forks end at once.
-                os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
         accelerator.print(f"run folder {self.name}, after update {state['update']}")
         return state
 

@@ -110,6 +110,26 @@ def test_a_signal_before_training(scripts, small, monkeypatch, tmp_path, name):
     assert handlers.keys() == {x for x in handlers if signal.getsignal(x) != handlers[x]}
 
 
+def test_a_signal_while_the_run_folder_is_made(script, small, monkeypatch):
+    """Without args.json, the run could neither be resumed nor begin again in this folder."""
+    replace = os.replace
+
+    def replace_after_a_signal(*paths):
+        signal.raise_signal(signal.SIGTERM)
+        replace(*paths)
+
+    def end(number, frame):
+        raise AssertionError("the signal ended the run")
+
+    monkeypatch.setattr(script.os, "replace", replace_after_a_signal)
+    signal.signal(signal.SIGTERM, end)
+    args = small(SCRIPT, total_episodes=24, save_every=0)
+    with pytest.raises(SystemExit):
+        script.train(args)
+    assert [path.name for path in Path(args.output_dir, "checkpoints").iterdir()] == ["000001"]
+    assert Path(args.output_dir, "args.json").exists()
+
+
 def test_a_terminal_that_is_closed_may_say_so_twice(script, small, monkeypatch):
     """bash sends SIGHUP to its jobs; when it ends, the kernel sends it again."""
     args = small(SCRIPT, total_episodes=24, save_every=0)
