@@ -575,6 +575,10 @@ def test_the_samples_and_numbers_of_the_readme_are_those_of_the_files():
         kill["same"] for kill in kills
     )
     assert f"and {len(kills) - sigkills} SIGTERMs and SIGINTs" in DOCS["evidence"]
+    assert {kill["script"] for kill in kills} == {*SCRIPTS}
+    earlier = [json.loads(line) for line in open(ROOT / "results/reliability/kills-033745e.jsonl")]
+    lost = sum(not kill["same"] for kill in earlier)
+    assert f"Of {len(earlier)} SIGINTs to an earlier version, {lost} came while" in DOCS["evidence"]
     noticed = []
     for path in sorted((ROOT / "results/blind-faults").glob("*.outcomes.jsonl")):
         outcomes = [json.loads(line) for line in path.read_text().splitlines()]

@@ -74,8 +74,7 @@ def test_numbers_of_the_text():
 
     scores = {(x["side"], x["peer"]): x for x in parity.compare("critic") if x["metric"] == "score"}
     whole = scores["ours", "TRL 1.12 PPOTrainer"]["difference"]
-    starts = {row["curve"][0]["score"] for row in parity.read("critic")}
-    [start] = starts  # one number: all sides begin with the same weights
+    [start] = {row["curve"][0]["score"] for row in parity.read("critic")}  # of the same weights
     gained = np.mean(scores["ours", "TRL 1.12 PPOTrainer"]["theirs"]) - start
     assert f"higher by {whole / gained:.0%} of what TRL's training adds".replace("%", " %") in page
     head = scores["ours", "ours, TRL's value head and variance"]["difference"]
